@@ -1,0 +1,1 @@
+"""Tree-speculative decoding for any Hugging Face causal language model."""

@@ -1,0 +1,56 @@
+"""PassCost: what a target pass costs by width, measured on this device; and the node budget that pays for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+"""Nodes per pass (root included) at which the curve is measured."""
+
+_MEMORY = 0.05  # weight of one observed pass in the running correction
+
+
+class PassCost:
+    """Seconds of one target pass by its width, interpolated between measured widths.
+
+    The curve is measured once, at a short context; a running factor follows what passes really cost now (a longer
+    context, a busier machine), so that the curve's shape and the present speed are both measured.
+    """
+
+    def __init__(self, seconds: Mapping[int, float]) -> None:
+        self._widths = np.array(sorted(seconds), np.float64)
+        curve = np.array([seconds[int(width)] for width in self._widths])
+        self._curve = np.maximum.accumulate(curve)  # a wider pass is never cheaper; what says so is noise
+        self._factor = 1.0
+
+    def seconds(self, width: int | NDArray[np.int64]) -> NDArray[np.float64]:
+        """The present cost of passes of ``width`` nodes; linear beyond the widest measured."""
+        width = np.asarray(width, np.float64)
+        inside = np.interp(width, self._widths, self._curve)
+        if len(self._widths) > 1:
+            slope = (self._curve[-1] - self._curve[-2]) / (self._widths[-1] - self._widths[-2])
+            inside = inside + np.maximum(width - self._widths[-1], 0) * slope
+        return np.asarray(inside * self._factor)
+
+    @property
+    def plain(self) -> float:
+        """The present cost of a plain single-token pass, in seconds."""
+        return float(self.seconds(1))
+
+    def observe(self, width: int, seconds: float) -> None:
+        """Let one real pass correct the running factor (a pass over twice off is an outlier and counts as twice)."""
+        ratio = np.clip(seconds / float(self.seconds(width)), 0.5, 2.0)
+        self._factor *= float(ratio) ** _MEMORY
+
+    def best_width(self, scores: Sequence[float] | NDArray[np.float32], overhead: float = 0.0) -> int:
+        """How many nodes (root included) to verify of a best-first tree with path probabilities ``scores``.
+
+        A pass over the first w nodes is expected to emit E(w) = sum(scores[:w]) tokens (the root's score, 1, stands for the
+        target's own token); the width with the best E(w) / (cost(w) + ``overhead`` seconds) wins.
+        """
+        expected = np.cumsum(np.asarray(scores, np.float64))
+        widths = np.arange(1, len(expected) + 1)
+        return int(np.argmax(expected / (self.seconds(widths) + overhead))) + 1

@@ -1,0 +1,100 @@
+"""Where a model runs and in which number format: chosen by asking torch or by measuring, never by guessing."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import torch
+
+from specdec.errors import LoadError
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def choose_device(name: str) -> torch.device:
+    """The device called `name`, if it is there; "auto" prefers CUDA, then MPS."""
+    if name == "auto":
+        mps = torch.backends.mps.is_available()
+        return torch.device("cuda" if torch.cuda.is_available() else "mps" if mps else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cuda", "mps", "cpu"):
+        raise LoadError(f"Unknown device {name!r}: use --device auto, cuda, cuda:N, mps or cpu.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise LoadError(
+            f"Device {name!r} is not there: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices. "
+            "Use --device cpu, or install a torch build for your GPU."
+        )
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise LoadError(f"Device {name!r} is not there: torch {torch.__version__} has no MPS here. Use --device cpu.")
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype called `name`; "auto" is bfloat16 where `device` is fast in it, else float32."""
+    if name == "auto":
+        return torch.bfloat16 if _fast_in_bfloat16(device) else torch.float32
+    if name not in _DTYPES:
+        raise LoadError(f"Unknown dtype {name!r}: use --dtype auto, {', '.join(_DTYPES)}.")
+    return _DTYPES[name]
+
+
+def _fast_in_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    try:
+        seconds = _linear_seconds(device)
+    except (RuntimeError, TypeError):  # an older MPS has no bfloat16 at all
+        return False
+    return seconds[torch.bfloat16] < seconds[torch.float32]
+
+
+def _linear_seconds(device: torch.device) -> dict[torch.dtype, float]:
+    """Best time per dtype of a linear layer over 16 positions, the shape of verifying a token tree.
+
+    The dtypes take turns, so that warming up and what else runs on the machine weigh on both alike.
+    """
+    best = {torch.bfloat16: math.inf, torch.float32: math.inf}
+    nodes = {dtype: torch.ones(16, 1024, dtype=dtype, device=device) for dtype in best}  # [N, in]
+    weight = {dtype: torch.ones(4096, 1024, dtype=dtype, device=device) for dtype in best}  # [out, in]
+    for _ in range(10):
+        for dtype in best:
+            start = time.perf_counter()
+            torch.nn.functional.linear(nodes[dtype], weight[dtype])[0, 0].item()  # .item() waits for the device
+            best[dtype] = min(best[dtype], time.perf_counter() - start)
+    return best
+
+
+def check_memory(what: str, weights: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse to load `what` where its `weights` numbers of `dtype` do not fit into what `device` has free."""
+    need = weights * dtype.itemsize
+    free = _free_bytes(device)
+    if need > free:
+        smaller_dtype = "--dtype bfloat16, " if dtype.itemsize > 2 else ""
+        raise LoadError(
+            f"{what} needs {need / 1e9:.1f} GB for its weights in {str(dtype).removeprefix('torch.')}, but only "
+            f"{free / 1e9:.1f} GB are free on {device}: choose a smaller --model, {smaller_dtype}or another --device."
+        )
+
+
+def _free_bytes(device: torch.device) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    return min(float(psutil.virtual_memory().available), _container_bytes())
+
+
+def _container_bytes() -> float:
+    """What a memory-limited container (cgroup v2) has left; without such a limit, infinity."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return math.inf
+    return limit - used + int(stat.get("inactive_file", 0))  # file pages not in use give way

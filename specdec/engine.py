@@ -1,0 +1,206 @@
+"""SpeculativeEngine: propose -> verify -> accept -> commit -> yield Step.
+
+One loop serves plain, linear and tree decoding: plain is an empty proposal, linear a tree with one branch. Speculation
+never changes what the target says; it only lets one target pass say more of it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from specdec.accept import accept
+from specdec.cache import TreeCache
+from specdec.loading import load
+from specdec.prompt import Message, Prompt
+from specdec.reply import Reply
+from specdec.request import Request, resolve
+from specdec.speculators import Proposal, Speculator
+from specdec.speculators.ngram import NGramSpeculator
+from specdec.step import Step, Timings
+from specdec.target import Cancelled, TargetModel, target_view, top_tokens
+from specdec.tree import TokenTree
+
+MAX_BUDGET = 64
+"""Nodes besides the root that ``budget="auto"`` may choose up to."""
+
+
+class ConversationBusyError(RuntimeError):
+    """Two replies were asked of one conversation at the same time."""
+
+
+@dataclass(slots=True)
+class Conversation:
+    """All mutable state of one chat: the K/V of its committed tokens and its speculator.
+
+    ``token_ids`` are the tokens whose K/V is cached. After a stopped or failed reply it holds what was committed by then,
+    so the next turn continues as from a fresh start.
+    """
+
+    cache: TreeCache
+    speculator: Speculator
+    token_ids: list[int] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Hold the conversation for one reply. Raises ConversationBusyError if another one is running."""
+        if not self._lock.acquire(blocking=False):
+            raise ConversationBusyError("this conversation is already streaming a reply; wait for it or cancel it")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def rewind(self, token_ids: Sequence[int]) -> int:
+        """Keep the longest cached prefix of ``token_ids`` and forget the rest; how many tokens stay cached."""
+        shared = next(
+            (i for i, (a, b) in enumerate(zip(self.token_ids, token_ids, strict=False)) if a != b),
+            min(len(self.token_ids), len(token_ids)),
+        )
+        self.cache.rewind(shared)
+        del self.token_ids[shared:]
+        return shared
+
+
+class SpeculativeEngine:
+    """A target model with a speculator in front of it.
+
+    ``model``: a hub id, a local folder, a ``.gguf`` file, or a loaded model (then with its ``tokenizer``); None: the embedded
+    default. Keyword arguments go to `specdec.loading.load`. Raises LoadError or UnsupportedModelError, each with one line
+    that names the culprit and the remedy.
+    """
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        speculator: Callable[[], Speculator] | None = None,
+        **loading: Any,
+    ) -> None:
+        if isinstance(model, PreTrainedModel):
+            if tokenizer is None:
+                raise TypeError("a loaded model needs its tokenizer: SpeculativeEngine(model, tokenizer)")
+            self.model, self.tokenizer, self.name = model, tokenizer, model.name_or_path or type(model).__name__
+        else:
+            loaded = load(model, **loading)
+            self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
+        self.target = TargetModel(self.model)
+        self.pass_cost = self.target.measure_cost()
+        self._speculator = speculator or (lambda: NGramSpeculator(vocab_size=self.target.vocab_size))
+
+    def conversation(self) -> Conversation:
+        """A new, empty conversation; pass it to every turn of one chat to reuse the K/V of what the turns share."""
+        return Conversation(self.target.new_cache(), self._speculator())
+
+    def generate(self, prompt: str | Sequence[Message] | Sequence[int] | Prompt, **arguments: Any) -> str:
+        """The whole reply as text; arguments as in `stream`."""
+        return "".join(step.text for step in self.stream(prompt, **arguments))
+
+    def stream(
+        self,
+        prompt: str | Sequence[Message] | Sequence[int] | Prompt,
+        *,
+        conversation: Conversation | None = None,
+        **arguments: Any,
+    ) -> Iterator[Step]:
+        """Decode a reply to ``prompt`` (text, chat messages, or token ids), one Step per target pass.
+
+        ``decoding``: "tree" (default), "linear" or "plain". ``budget``: nodes besides the root per pass, or "auto" (as many as
+        pay for themselves by the measured pass cost). ``seed`` keys the noise when ``do_sample``. ``presence_penalty``,
+        ``logits_processor`` and ``stopping_criteria`` (each holds at every emitted token). ``details``: compute Step.target.
+        ``cancelled``: a callable polled once a step and between prefill chunks. Everything else is an argument of
+        transformers' generate (max_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty,
+        stop_strings, ...); what is not given comes from the model's generation_config. Without any length limit the reply
+        runs to its end-of-sequence token or the model's context.
+
+        Arguments are checked here, before the first step. Raises RequestError, PromptError, ConversationBusyError.
+        """
+        request = resolve(self.model, self.tokenizer, self.target.context_limit, prompt, **arguments)
+        return self._decode(request, conversation or self.conversation())
+
+    def _decode(self, request: Request, chat: Conversation) -> Iterator[Step]:
+        with chat.exclusive():
+            reply = Reply(request, self.tokenizer, self.target.device)
+            root = request.prompt.token_ids[-1]
+            start = time.perf_counter()
+            try:
+                self._prefill(request, chat)
+            except Cancelled:
+                return
+            prefill_seconds = time.perf_counter() - start
+            for index in count():
+                drafting = time.perf_counter()
+                proposal, note = self._propose(request, chat, root, reply.remaining)
+                tree = proposal.tree
+                verifying = time.perf_counter()
+                logits = self.target.verify(chat.cache, tree)
+                choose = reply.chooser(logits, tree)
+                accepting = time.perf_counter()
+                verdict = accept(tree, choose)
+                emitted, text = reply.emit(tree, verdict)
+                committing = time.perf_counter()
+                kept = verdict.path[: len(emitted)]  # a stop inside the path: what follows it is not cached
+                context_length = chat.cache.length
+                chat.cache.commit(kept)
+                chat.token_ids += [int(tree.token_ids[node]) for node in kept]
+                if request.decoding != "plain":
+                    top_k = chat.speculator.top_k
+                    chat.speculator.observe(tree, kept, emitted, top_tokens(logits, top_k) if top_k else None)
+                root = emitted[-1]
+                done = time.perf_counter()
+                self.pass_cost.observe(len(tree), accepting - verifying)
+                yield Step(
+                    index=index,
+                    tree=tree,
+                    verdict=verdict,
+                    token_ids=emitted,
+                    text=text,
+                    timings=Timings(
+                        prefill=0.0 if index else prefill_seconds,
+                        draft=verifying - drafting,
+                        verify=accepting - verifying,
+                        accept=committing - accepting,
+                        commit=done - committing,
+                    ),
+                    context_length=context_length,
+                    plain_seconds=self.pass_cost.plain,
+                    finish_reason=reply.finish_reason,
+                    target=target_view(logits, tree) if request.details else None,
+                    note=note,
+                )
+                if reply.finish_reason is not None:
+                    return
+
+    def _prefill(self, request: Request, chat: Conversation) -> None:
+        """Cache the prompt but for its last token, the first root; what the conversation holds of it stays."""
+        prompt = request.prompt.token_ids
+        cached = chat.rewind(prompt[:-1])
+        top_k = 0 if request.decoding == "plain" else chat.speculator.top_k
+        try:
+            top = self.target.prefill(chat.cache, prompt[cached:-1], top_k, request.cancelled)
+        finally:
+            chat.token_ids += prompt[cached : chat.cache.length]
+        if request.decoding != "plain":
+            chat.speculator.begin(prompt, top, cached)
+
+    def _propose(self, request: Request, chat: Conversation, root: int, remaining: int) -> tuple[Proposal, str | None]:
+        """The tree to verify: within the budget, the context, and the tokens still wanted."""
+        room = min(self.target.context_limit - chat.cache.length - 1, MAX_BUDGET)
+        budget = room if request.budget == "auto" else min(request.budget, room)
+        if request.decoding == "plain" or budget <= 0 or remaining <= 1:
+            return Proposal(TokenTree.root(root)), None
+        proposal = chat.speculator.propose(budget, branches=1 if request.decoding == "linear" else None)
+        if request.budget != "auto" or proposal.tree.scores is None:
+            return proposal, None
+        width = self.pass_cost.best_width(proposal.tree.scores)
+        note = "draft inactive: no candidate is worth its cost in this pass" if width == 1 else None
+        return Proposal(proposal.tree.prefix(width), proposal.match_length), note

@@ -1,0 +1,67 @@
+"""Prompt: the tokens a reply continues, from plain text, chat messages or ready token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, str]
+"""A chat message: ``role`` (system, user, assistant) and ``content``."""
+
+
+class PromptError(ValueError):
+    """A prompt that cannot be used; the message names the culprit and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """``token_ids`` to continue; ``trimmed`` counts the oldest chat messages left out so that it fits the context."""
+
+    token_ids: tuple[int, ...]
+    trimmed: int = 0
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Message] | Sequence[int] | Prompt, limit: int) -> Prompt:
+    """Tokenise ``prompt`` to at most ``limit`` tokens.
+
+    Text and token ids must fit. A chat is trimmed: its oldest messages go first (a question together with its answer),
+    the system prompt and the last message stay. Raises PromptError for what is empty, malformed or cannot be made to fit.
+    """
+    if isinstance(prompt, Prompt):
+        encoded = prompt
+    elif isinstance(prompt, str):
+        encoded = Prompt(tuple(tokenizer(prompt)["input_ids"]))
+    elif prompt and isinstance(prompt[0], Mapping):
+        encoded = _encode_chat(tokenizer, list(cast(Sequence[Message], prompt)), limit)
+    else:
+        encoded = Prompt(tuple(int(token) for token in cast(Sequence[int], prompt)))
+    if not encoded.token_ids:
+        raise PromptError("the prompt is empty: there is no token to continue from")
+    if len(encoded.token_ids) > limit:
+        raise PromptError(
+            f"the prompt has {len(encoded.token_ids)} tokens, but only {limit} fit the model's context; shorten it"
+        )
+    return encoded
+
+
+def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message], limit: int) -> Prompt:
+    if tokenizer.chat_template is None:
+        raise PromptError(
+            f"{tokenizer.name_or_path} has no chat template: it is not a chat model. Use an instruct model, or pass plain text."
+        )
+    system = 1 if messages[0]["role"] == "system" else 0
+    trimmed = 0
+    while True:
+        token_ids = tuple(
+            tokenizer.apply_chat_template(
+                messages[:system] + messages[system + trimmed :], add_generation_prompt=True, return_dict=False
+            )
+        )
+        rest = messages[system + trimmed :]
+        if len(token_ids) <= limit or len(rest) <= 1:
+            return Prompt(token_ids, trimmed)
+        later_questions = (i for i, message in enumerate(rest) if i > 0 and message["role"] == "user")
+        trimmed += next(later_questions, len(rest) - 1)

@@ -1,0 +1,89 @@
+"""Reply: what one call has emitted so far, and when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from specdec.accept import Verdict
+from specdec.request import Request
+from specdec.step import FinishReason
+from specdec.text import Detokenizer, StopStrings
+from specdec.tree import TokenTree
+
+
+class Reply:
+    """The emitted tokens of one request, as the processors, the stopping rules and the reader need them.
+
+    Every rule is applied token by token, so a stop in the middle of an accepted path ends the reply exactly there.
+    """
+
+    def __init__(self, request: Request, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> None:
+        prompt = request.prompt.token_ids
+        self.finish_reason: FinishReason | None = None
+        self.emitted = 0
+        self._request = request
+        self._detokenizer = Detokenizer(tokenizer, prompt)
+        self._stop_strings = StopStrings(request.stop_strings)
+        self._length = len(prompt)
+        self._history = torch.zeros(1, len(prompt) + request.max_new_tokens + 1, dtype=torch.int64, device=device)
+        self._history[0, : len(prompt)] = torch.tensor(prompt)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be emitted."""
+        return self._request.max_new_tokens - self.emitted
+
+    def chooser(self, logits: Tensor, tree: TokenTree) -> Callable[[int], int]:
+        """The target's next token after a node of ``tree``, given the pass's ``logits`` [N, V]; for `specdec.accept.accept`.
+
+        An argmax needs one transfer for all nodes. Otherwise each node on the path is chosen when the walk reaches it, seeing
+        its own path as the text so far.
+        """
+        sampler = self._request.sampler
+        if sampler.is_argmax:
+            choices: list[int] = logits.argmax(-1).tolist()
+            return choices.__getitem__
+        depths = tree.depths()
+
+        def choose(node: int) -> int:
+            length = self._length + int(depths[node])
+            self._history[0, length - 1] = int(tree.token_ids[node])
+            return sampler.choose(logits[node], self._history[:, :length])
+
+        return choose
+
+    def emit(self, tree: TokenTree, verdict: Verdict) -> tuple[tuple[int, ...], str]:
+        """Emit the verdict's tokens up to the first stop: their ids, and the text that became complete with them."""
+        token_ids = [int(tree.token_ids[node]) for node in verdict.path[1:]] + [verdict.next_token]
+        text = ""
+        for count, token_id in enumerate(token_ids, start=1):
+            text += self._add(token_id)
+            if self.finish_reason is not None:
+                return tuple(token_ids[:count]), text
+        if self._request.cancelled():
+            self.finish_reason = "cancelled"
+            text += self._detokenizer.flush()
+        return tuple(token_ids), text
+
+    def _add(self, token_id: int) -> str:
+        """Append one token; sets `finish_reason` if it is the last."""
+        request = self._request
+        self._history[0, self._length] = token_id
+        self._length += 1
+        self.emitted += 1
+        if token_id in request.eos_token_ids:
+            self.finish_reason = "eos"
+            return self._detokenizer.flush()
+        piece = self._detokenizer.add(token_id)
+        if (end := self._stop_strings.end(piece)) is not None:
+            self.finish_reason = "stop_string"
+            return piece[:end]
+        if request.stopping_criteria and bool(request.stopping_criteria(self._history[:, : self._length], None)[0]):
+            self.finish_reason = "stopping_criteria"
+        elif self.emitted == request.max_new_tokens:
+            self.finish_reason = request.length_reason
+        return piece + self._detokenizer.flush() if self.finish_reason else piece

@@ -1,0 +1,88 @@
+"""From logits to the target's next token: transformers' own processors, then an argmax.
+
+Sampling is an argmax too. With independent Gumbel noise g, ``argmax(scores + g)`` is an exact draw from
+``softmax(scores)`` (Gumbel-max trick). Here the noise is a function of (seed, position, token id) alone, so the draw at a
+position does not depend on how the text before it was decoded: plain, linear and tree decoding give the same text.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+
+_MASK32 = 0xFFFFFFFF
+_MASK64 = 0xFFFFFFFFFFFFFFFF
+
+
+def gumbel_noise(seed: int, position: int, token_ids: Tensor) -> Tensor:
+    """Standard Gumbel noise for drawing the token at ``position``, one value per entry of ``token_ids`` (int64), float64.
+
+    A counter-based generator: the 32-bit finaliser "lowbias32" over the token id, keyed twice by a hash of
+    (seed, position). Integer arithmetic only, so every device gives the same bits.
+    """
+    key = _splitmix64(_splitmix64(seed) + position)
+    x = _mix(token_ids ^ (key & _MASK32))
+    x = _mix(x ^ (key >> 32))
+    uniform = (x.double() + 0.5) / 2**32
+    return -torch.log(-torch.log(uniform))
+
+
+def _splitmix64(x: int) -> int:
+    """The SplitMix64 step: neighbouring integers become unrelated 64-bit keys."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijective 32-bit finaliser on int64 tensors holding 32-bit values."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK32
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK32
+    return x ^ (x >> 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """The target's choice rule of one reply: processors, then argmax (``seed`` None) or a draw keyed by ``seed``."""
+
+    processors: LogitsProcessorList
+    seed: int | None
+
+    @property
+    def is_argmax(self) -> bool:
+        """True where the choice is the argmax of the raw logits: all nodes can be chosen at once."""
+        return self.seed is None and not self.processors
+
+    def choose(self, logits: Tensor, input_ids: Tensor) -> int:
+        """The token after ``input_ids`` [1, L], whose last position gave ``logits`` [V]; it will stand at position L."""
+        return int(self.perturbed(logits, input_ids).argmax())
+
+    def perturbed(self, logits: Tensor, input_ids: Tensor) -> Tensor:
+        """Processed scores [V] plus, when sampling, the noise of position L: the token drawn is their argmax."""
+        scores: Tensor = self.processors(input_ids, logits[None].to(torch.float32, copy=True))[0]
+        if self.seed is None:
+            return scores
+        kept = torch.isfinite(scores).nonzero()[:, 0]  # what top-k, top-p and min-p left over
+        drawn = torch.full_like(scores, -math.inf, dtype=torch.float64)
+        drawn[kept] = scores[kept].double() + gumbel_noise(self.seed, input_ids.shape[1], kept)
+        return drawn
+
+
+class PresencePenaltyProcessor(LogitsProcessor):  # type: ignore[misc]
+    """Subtract ``penalty`` once from the score of every token that the reply already contains (not the prompt).
+
+    transformers has a repetition penalty but no presence penalty; this is the one known from the OpenAI API.
+    """
+
+    def __init__(self, penalty: float, prompt_length: int) -> None:
+        self.penalty, self.prompt_length = penalty, prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Penalised ``scores`` [B, V] for the reply part of ``input_ids`` [B, L]."""
+        reply = input_ids[:, self.prompt_length :]
+        return scores.scatter(1, reply, scores.gather(1, reply) - self.penalty)

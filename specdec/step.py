@@ -1,0 +1,94 @@
+"""Step: what one target pass did. The sole currency of page, benchmark, tests and telemetry."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.accept import Verdict
+from specdec.tree import Source, TokenTree
+
+FinishReason = Literal["eos", "stop_string", "stopping_criteria", "length", "context", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Wall-clock seconds of one step's parts. ``prefill`` is non-zero in the first step of a reply only."""
+
+    prefill: float
+    draft: float
+    verify: float
+    accept: float
+    commit: float
+
+    @property
+    def decode(self) -> float:
+        """Everything but the prefill."""
+        return self.draft + self.verify + self.accept + self.commit
+
+
+@dataclass(frozen=True, slots=True)
+class TargetView:
+    """What the target thought of each node, [N]; computed only when asked for (``stream(details=True)``).
+
+    ``probs[i]`` is the target's probability (softmax of its raw logits) of node i's token after node i's parent,
+    ``ranks[i]`` the number of tokens it finds more probable there (0: its first choice). The root has 1 and 0.
+    """
+
+    probs: NDArray[np.float32]
+    ranks: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One target pass of a reply.
+
+    ``token_ids`` are the emitted tokens (accepted path, then the verdict's ``next_token``; cut at a stop), ``text`` the
+    characters that became complete with them (may be empty: half an emoji waits for its other half). ``context_length``
+    counts the tokens before the root, i.e. those whose K/V was cached when the pass began. ``pass_seconds`` is what a
+    plain single-token pass costs on this device at this moment (measured, see `specdec.target.PassCost`).
+    ``finish_reason`` is None until the last step. ``note``: why nothing was drafted although speculation is on.
+    """
+
+    index: int
+    tree: TokenTree
+    verdict: Verdict
+    token_ids: tuple[int, ...]
+    text: str
+    timings: Timings
+    context_length: int
+    plain_seconds: float
+    finish_reason: FinishReason | None = None
+    target: TargetView | None = None
+    note: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts, lists, numbers and strings; field names as in the dataclasses."""
+        tree, target = self.tree, self.target
+        return {
+            "index": self.index,
+            "tree": {
+                "token_ids": tree.token_ids.tolist(),
+                "parents": tree.parents.tolist(),
+                "scores": None if tree.scores is None else [round(float(s), 4) for s in tree.scores],
+                "sources": None if tree.sources is None else [Source(s).name.lower() for s in tree.sources.tolist()],
+            },
+            "verdict": {
+                "path": list(self.verdict.path),
+                "next_token": self.verdict.next_token,
+                "kind": self.verdict.kind,
+            },
+            "token_ids": list(self.token_ids),
+            "text": self.text,
+            "timings": {name: round(seconds, 6) for name, seconds in asdict(self.timings).items()},
+            "context_length": self.context_length,
+            "plain_seconds": round(self.plain_seconds, 6),
+            "finish_reason": self.finish_reason,
+            "target": None
+            if target is None
+            else {"probs": [round(float(p), 4) for p in target.probs], "ranks": target.ranks.tolist()},
+            "note": self.note,
+        }

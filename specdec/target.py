@@ -1,0 +1,206 @@
+"""TargetModel: the only caller of a Hugging Face forward.
+
+Tree attention needs no forked model: transformers passes a ready-made 4-D attention mask and explicit position ids through
+untouched, so one ordinary forward verifies a whole token tree.
+"""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from specdec.cache import TreeCache
+from specdec.cost import WIDTHS, PassCost
+from specdec.speculators import TopK
+from specdec.step import TargetView
+from specdec.tree import TokenTree
+
+PREFILL_CHUNK = 512
+"""Prompt tokens per prefill pass: bounds memory and the wait for a cancellation."""
+
+
+class UnsupportedModelError(Exception):
+    """A model that cannot verify a token tree; the message names what stands in the way, and the remedy."""
+
+
+class Cancelled(Exception):
+    """Raised by `TargetModel.prefill` between two chunks when the caller asked to stop."""
+
+
+class TargetModel:
+    """A causal language model seen as: prefill a prompt, verify a tree, at a measured cost.
+
+    Raises UnsupportedModelError at construction if the model cannot take a tree.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.name = type(model).__name__
+        config = model.config.get_text_config(decoder=True)
+        self.vocab_size: int = config.vocab_size
+        self.num_layers: int = config.num_hidden_layers
+        self.context_limit: int = getattr(config, "max_position_embeddings", None) or 2**31
+        _require_full_attention(model)
+        self._require_tree_attention()
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go in."""
+        return torch.device(self.model.device)
+
+    def new_cache(self) -> TreeCache:
+        """An empty cache of this model's shape."""
+        return TreeCache(self.num_layers, self.context_limit)
+
+    @torch.inference_mode()
+    def prefill(
+        self,
+        cache: TreeCache,
+        token_ids: Sequence[int],
+        top_k: int = 0,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> TopK | None:
+        """Append ``token_ids`` to the committed prefix of ``cache``, in chunks.
+
+        Returns the target's ``top_k`` next tokens after each of them (None for 0). Raises Cancelled between two chunks when
+        ``cancelled()``; what is cached by then stays valid.
+        """
+        tops: list[TopK] = []
+        for start in range(0, len(token_ids), PREFILL_CHUNK):
+            if cancelled():
+                raise Cancelled
+            chunk = torch.tensor([token_ids[start : start + PREFILL_CHUNK]], device=self.device)
+            size = chunk.shape[1]
+            positions = torch.arange(cache.length, cache.length + size, device=self.device)[None]
+            logits = self._forward(cache, chunk, positions, None, keep=0 if top_k else 1)
+            cache.commit(range(size))
+            if top_k:
+                tops.append(top_tokens(logits, top_k))
+        return TopK.concatenate(tops) if tops else None
+
+    @torch.inference_mode()
+    def verify(self, cache: TreeCache, tree: TokenTree) -> Tensor:
+        """One pass over ``tree`` behind the committed prefix: the next-token logits after each node, [N, V].
+
+        The nodes' K/V lies in the cache's scratch until the caller commits a path.
+        """
+        size = len(tree)
+        token_ids = torch.from_numpy(tree.token_ids).to(self.device)[None]
+        positions = (torch.from_numpy(tree.depths()) + cache.length).to(self.device)[None]
+        return self._forward(cache, token_ids, positions, self._mask(tree, cache.length) if size > 1 else None, keep=0)
+
+    def measure_cost(self, context: int = 256, repeats: int = 3) -> PassCost:
+        """Time passes of every width in `WIDTHS` behind ``context`` tokens: the median of ``repeats``, widths interleaved."""
+        context = min(context, self.context_limit // 2)
+        widths = [width for width in WIDTHS if context + width <= self.context_limit]
+        cache = self.new_cache()
+        self.prefill(cache, [token % self.vocab_size for token in range(context)])
+        samples: dict[int, list[float]] = {width: [] for width in widths}
+        for repeat in range(repeats + 1):
+            for width in widths:
+                tree = TokenTree.chain([token % self.vocab_size for token in range(width)])
+                start = time.perf_counter()
+                self.verify(cache, tree).argmax(-1).tolist()
+                if repeat:  # the first round warms up
+                    samples[width].append(time.perf_counter() - start)
+        return PassCost({width: statistics.median(times) for width, times in samples.items()})
+
+    def _mask(self, tree: TokenTree, length: int) -> Tensor:
+        """Additive [1, 1, N, length + N]: every node sees the whole prefix, its ancestors and itself."""
+        size = len(tree)
+        hidden = torch.from_numpy(~tree.ancestor_mask()).to(self.device)
+        mask = torch.zeros(size, length + size, dtype=self.model.dtype, device=self.device)
+        mask[:, length:].masked_fill_(hidden, torch.finfo(self.model.dtype).min)
+        return mask[None, None]
+
+    def _forward(self, cache: TreeCache, token_ids: Tensor, positions: Tensor, mask: Tensor | None, keep: int) -> Tensor:
+        """Logits [T, V] of ``token_ids`` [1, T] at ``positions`` [1, T]; ``keep`` last rows only (0: all)."""
+        output = self.model(
+            input_ids=token_ids,
+            position_ids=positions,
+            attention_mask=mask,
+            cache=cache,
+            use_cache=True,
+            logits_to_keep=keep,
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def _require_tree_attention(self) -> None:
+        """Verify a small tree and compare with its branches decoded one by one: no wrong text, from any architecture."""
+        prompt = [token % self.vocab_size for token in range(2, 8)]
+        a, b, c = (token % self.vocab_size for token in (11, 23, 37))
+        tree = TokenTree(np.array([a, b, c, b], np.int64), np.array([-1, 0, 0, 2], np.int64))
+        cache = self.new_cache()
+        self.prefill(cache, prompt)
+        seen = self.verify(cache, tree).float()
+        with torch.inference_mode():
+            for node in range(len(tree)):
+                branch = torch.tensor([prompt + tree.token_ids[tree.path(node)].tolist()], device=self.device)
+                plain = self.model(input_ids=branch, use_cache=False).logits[0, -1].float()
+                if (seen[node] - plain).norm() > 0.1 * (plain - plain.mean()).norm():
+                    raise UnsupportedModelError(
+                        f"{self.name} gives other logits for a token tree than for the same text: its attention does not "
+                        "follow a 4-D mask and position ids. Use a model with full rotary or absolute-position attention, "
+                        "such as Llama, Qwen2/3, Mistral, Phi-3, OLMo 2 or GPT-2."
+                    )
+
+
+def _require_full_attention(model: PreTrainedModel) -> None:
+    """Refuse, by name, what a token tree cannot be verified on."""
+    name, remedy = type(model).__name__, "Use a model whose layers all have full attention, such as Llama, Qwen2/3 or GPT-2."
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{name} is an encoder-decoder model; a causal language model is needed. {remedy}")
+    if getattr(model, "_is_stateful", False):
+        raise UnsupportedModelError(
+            f"{name} keeps a recurrent state, which cannot branch; a token tree cannot be verified. {remedy}"
+        )
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
+    for index, layer in enumerate(DynamicCache(config=model.config).layers):
+        if type(layer) is not DynamicLayer:
+            kind = (kinds[index] if kinds else type(layer).__name__).replace("_", " ")
+            raise UnsupportedModelError(f"{name} cannot verify a token tree: layer {index} is {kind}. {remedy}")
+    accepted = inspect.signature(model.forward).parameters
+    for parameter in ("position_ids", "attention_mask", "cache", "logits_to_keep"):
+        if parameter not in accepted:
+            raise UnsupportedModelError(f"{name} cannot verify a token tree: forward takes no {parameter}. {remedy}")
+
+
+def top_tokens(logits: Tensor, k: int) -> TopK:
+    """The ``k`` most probable next tokens of each row of ``logits`` [N, V], with log-probabilities, best first.
+
+    Two stages, several times faster than a top-k over the vocabulary on a CPU: the k largest entries lie in the k blocks
+    with the largest maxima.
+    """
+    rows, vocab = logits.shape
+    block = 128
+    padded = torch.nn.functional.pad(logits, (0, -vocab % block), value=-torch.inf).view(rows, -1, block)
+    k = min(k, vocab)
+    blocks = padded.amax(-1).topk(min(k, padded.shape[1]), dim=-1).indices  # [N, k]
+    candidates = padded.gather(1, blocks[:, :, None].expand(-1, -1, block)).flatten(1)
+    values, places = candidates.topk(k, dim=-1)
+    token_ids = blocks.gather(1, places // block) * block + places % block
+    logprobs = values.float() - logits.float().logsumexp(-1, keepdim=True)
+    return TopK(token_ids.to(torch.int32).cpu().numpy(), logprobs.cpu().numpy())
+
+
+@torch.inference_mode()
+def target_view(logits: Tensor, tree: TokenTree) -> TargetView:
+    """The target's probability and rank of each node of ``tree``, from its pass's ``logits`` [N, V]."""
+    probs, ranks = np.ones(len(tree), np.float32), np.zeros(len(tree), np.int64)
+    if len(tree) > 1:
+        inner, rows = np.unique(tree.parents[1:], return_inverse=True)
+        parents = logits[torch.from_numpy(inner).to(logits.device)].float()
+        row = torch.from_numpy(rows).to(logits.device)
+        own = parents[row, torch.from_numpy(tree.token_ids[1:]).to(logits.device)]
+        probs[1:] = (own - parents.logsumexp(-1)[row]).exp().cpu().numpy()
+        ranks[1:] = (parents[row] > own[:, None]).sum(-1).cpu().numpy()
+    return TargetView(probs, ranks)

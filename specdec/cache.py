@@ -86,6 +86,7 @@ class TreeCache(Cache):  # type: ignore[misc]
             grown[:, :, : buffer.shape[2]] = buffer
         return grown
 
+    @torch.inference_mode()
     def commit(self, path: Sequence[int]) -> None:
         """Keep the scratch rows ``path`` (nodes of the last pass, ascending, root first) as committed positions."""
         moved = next((i for i, node in enumerate(path) if node != i), len(path))

@@ -12,6 +12,7 @@ import torch
 from specdec.errors import LoadError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def choose_device(name: str) -> torch.device:
@@ -62,7 +63,7 @@ def _linear_seconds(device: torch.device) -> dict[torch.dtype, float]:
     best = {torch.bfloat16: math.inf, torch.float32: math.inf}
     nodes = {dtype: torch.ones(16, 1024, dtype=dtype, device=device) for dtype in best}  # [N, in]
     weight = {dtype: torch.ones(4096, 1024, dtype=dtype, device=device) for dtype in best}  # [out, in]
-    for _ in range(10):
+    for _ in range(16):
         for dtype in best:
             start = time.perf_counter()
             torch.nn.functional.linear(nodes[dtype], weight[dtype])[0, 0].item()  # .item() waits for the device
@@ -90,11 +91,10 @@ def _free_bytes(device: torch.device) -> float:
 
 def _container_bytes() -> float:
     """What a memory-limited container (cgroup v2) has left; without such a limit, infinity."""
-    group = Path("/sys/fs/cgroup")
     try:
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        limit = int((_CGROUP / "memory.max").read_text())
+        used = int((_CGROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return math.inf
     return limit - used + int(stat.get("inactive_file", 0))  # file pages not in use give way

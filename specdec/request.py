@@ -68,6 +68,8 @@ def resolve(
     for name, value in generation.items():
         if name in ("max_new_tokens", "max_length") and value is not None and value < 1:
             raise RequestError(f"{name}={value} leaves nothing to generate; pass at least 1")
+        if name in ("top_p", "min_p") and value is not None and not 0 <= value <= 1:
+            raise RequestError(f"{name}={value} is not a probability; pass a number from 0 to 1")
     try:
         config, unknown = model._prepare_generation_config(None, **generation)
     except ValueError as error:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import get_layer_types_and_kwargs
 
 from specdec.cache import TreeCache
 from specdec.cost import WIDTHS, PassCost
@@ -163,11 +163,12 @@ def _require_full_attention(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"{name} keeps a recurrent state, which cannot branch; a token tree cannot be verified. {remedy}"
         )
-    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
-    for index, layer in enumerate(DynamicCache(config=model.config).layers):
-        if type(layer) is not DynamicLayer:
-            kind = (kinds[index] if kinds else type(layer).__name__).replace("_", " ")
-            raise UnsupportedModelError(f"{name} cannot verify a token tree: layer {index} is {kind}. {remedy}")
+    kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+    for index, kind in enumerate(kinds):
+        if kind != "full_attention":
+            raise UnsupportedModelError(
+                f"{name} cannot verify a token tree: its layer {index} has {kind.replace('_', ' ')}. {remedy}"
+            )
     accepted = inspect.signature(model.forward).parameters
     for parameter in ("position_ids", "attention_mask", "cache", "logits_to_keep"):
         if parameter not in accepted:

@@ -1,0 +1,94 @@
+"""Law 4: commit == recompute. Any sequence of passes, commits and rewinds leaves what a fresh prefill would compute."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_tree import trees
+from toys import ARCHITECTURES, CONTEXT, tiny_engine
+
+from specdec.cache import BLOCK, TreeCache
+from specdec.tree import TokenTree
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_commit_and_rewind_equal_a_fresh_prefill(architecture: str, data: st.DataObject) -> None:
+    target = tiny_engine(architecture).target
+    cache, committed = target.new_cache(), [7, 8, 9]
+    target.prefill(cache, committed)
+    for _ in range(data.draw(st.integers(1, 4))):
+        tree = data.draw(trees(max_size=12))
+        logits = target.verify(cache, tree)
+        path = tree.path(data.draw(st.integers(0, len(tree) - 1)))
+        fresh = target.new_cache()
+        text = committed + tree.token_ids[path].tolist()
+        target.prefill(fresh, text[:-1])
+        torch.testing.assert_close(
+            logits[path[-1]], target.verify(fresh, TokenTree.root(text[-1]))[0], atol=1e-4, rtol=1e-4
+        )
+        fresh.commit([0])
+        cache.commit(path)
+        committed = text
+        kept = data.draw(st.integers(1, cache.length))
+        for mine, recomputed in ((cache.keys, fresh.keys), (cache.values, fresh.values)):
+            torch.testing.assert_close(mine[:, :, : cache.length], recomputed[:, :, : fresh.length], atol=1e-5, rtol=1e-5)
+        cache.rewind(kept)
+        del committed[kept:]
+
+
+def test_nothing_is_moved_when_the_path_is_already_in_place() -> None:
+    cache = TreeCache(1, 100)
+    states = torch.arange(12.0).view(1, 1, 6, 2)
+    cache.write(0, states, states)
+    before = cache.keys.clone()
+    cache.commit([0, 1, 2])
+    assert cache.length == 3
+    assert torch.equal(cache.keys[:, :, :6], before[:, :, :6])
+
+
+def test_only_the_accepted_rows_move_and_the_prefix_stays() -> None:
+    cache = TreeCache(2, 100)
+    for layer in range(2):
+        states = torch.arange(12.0).view(1, 1, 6, 2) + 100 * layer
+        cache.write(layer, states, states)
+    cache.commit([0, 2, 5])
+    for layer in range(2):
+        assert cache.keys[layer, 0, :3, 0].tolist() == [0 + 100 * layer, 4 + 100 * layer, 10 + 100 * layer]
+
+
+def test_the_cache_grows_in_blocks_and_never_past_its_maximum() -> None:
+    cache = TreeCache(1, BLOCK + 10)
+    for _ in range(3):
+        states = torch.ones(1, 1, 100, 2)
+        cache.write(0, states, states)
+        cache.commit(range(100))
+    assert cache.capacity == BLOCK
+    states = torch.ones(1, 1, BLOCK + 10 - 300, 2)
+    cache.write(0, states, states)
+    assert cache.capacity == BLOCK + 10
+    assert bool((cache.keys[:, :, :300] == 1).all())
+    with pytest.raises(ValueError, match="maximum"):
+        cache.write(0, torch.ones(1, 1, BLOCK, 2), torch.ones(1, 1, BLOCK, 2))
+
+
+def test_a_rewind_beyond_what_is_committed_is_refused() -> None:
+    cache = TreeCache(1, 100)
+    with pytest.raises(ValueError, match="rewind"):
+        cache.rewind(1)
+
+
+def test_a_tree_node_does_not_see_its_siblings() -> None:
+    """Changing a rejected branch changes no logits on the accepted one."""
+    target = tiny_engine().target
+    logits = []
+    for other in (50, 60):
+        cache = target.new_cache()
+        target.prefill(cache, list(range(10, 10 + CONTEXT // 8)))
+        tree = TokenTree(np.array([5, other, 6, other, 7]), np.array([-1, 0, 0, 1, 2]))
+        logits.append(target.verify(cache, tree)[[0, 2, 4]])
+    torch.testing.assert_close(logits[0], logits[1], atol=0, rtol=0)

@@ -1,0 +1,255 @@
+"""The laws of the engine, on tiny random models of every architecture of the matrix, in float32.
+
+Speculation never changes what the target says; a stop holds exactly where it falls; a conversation survives anything.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toys import ARCHITECTURES, CONTEXT, EOS, VOCAB, OracleSpeculator, tiny_engine, tiny_model, tokenizer
+from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+from specdec.engine import Conversation, ConversationBusyError, SpeculativeEngine
+from specdec.sampling import PresencePenaltyProcessor
+from specdec.step import Step
+
+PROMPT = "the cat sat on the mat. the cat sat"
+DECODINGS = ("plain", "linear", "tree")
+SETTINGS: dict[str, dict[str, Any]] = {
+    "cool": {"temperature": 0.5, "top_p": 0.9},
+    "warm": {"temperature": 1.0, "top_k": 20, "repetition_penalty": 1.3},
+    "hot": {"temperature": 1.5, "top_k": 0, "min_p": 0.02, "presence_penalty": 0.7, "no_repeat_ngram_size": 3},
+}
+
+
+def ids(steps: list[Step]) -> list[int]:
+    return [token for step in steps for token in step.token_ids]
+
+
+def oracle(engine: SpeculativeEngine, future: list[int], seed: int = 1, honesty: float = 0.8) -> Conversation:
+    chat = engine.conversation()
+    chat.speculator = OracleSpeculator(future, seed, honesty)
+    return chat
+
+
+def transformers_greedy(engine: SpeculativeEngine, prompt: list[int], **arguments: Any) -> list[int]:
+    output = engine.model.generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, pad_token_id=EOS, **arguments
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_law_1_greedy_tree_linear_plain_and_transformers_agree(architecture: str) -> None:
+    engine = tiny_engine(architecture)
+    prompt = tokenizer()(PROMPT)["input_ids"]
+    reference = transformers_greedy(engine, prompt, max_new_tokens=60)
+    assert len(set(reference)) > 3, "a reply of one repeated token would prove little"
+    for decoding in DECODINGS:
+        assert ids(list(engine.stream(prompt, max_new_tokens=60, decoding=decoding, do_sample=False))) == reference
+    for budget in (1, 7, 40):
+        steps = list(engine.stream(prompt, max_new_tokens=60, budget=budget, conversation=oracle(engine, reference)))
+        assert ids(steps) == reference
+        assert len(steps) < 60, "the oracle's tokens must be accepted"
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3"])
+def test_law_2_sampled_tree_linear_and_plain_agree(architecture: str, name: str) -> None:
+    engine = tiny_engine(architecture)
+    arguments = {"max_new_tokens": 50, "do_sample": True, "seed": 7, **SETTINGS[name]}
+    plain = ids(list(engine.stream(PROMPT, decoding="plain", **arguments)))
+    for decoding in ("linear", "tree"):
+        assert ids(list(engine.stream(PROMPT, decoding=decoding, **arguments))) == plain
+        steps = list(engine.stream(PROMPT, decoding=decoding, conversation=oracle(engine, plain), budget=20, **arguments))
+        assert ids(steps) == plain
+        assert len(steps) < len(plain)
+    other = ids(list(engine.stream(PROMPT, decoding="plain", **{**arguments, "seed": 8})))
+    assert other != plain
+
+
+def test_law_2_greedy_with_penalties_agrees_with_transformers() -> None:
+    engine = tiny_engine()
+    prompt = tokenizer()(PROMPT)["input_ids"]
+    arguments: dict[str, Any] = {"max_new_tokens": 40, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "min_new_tokens": 9}
+    presence = LogitsProcessorList([PresencePenaltyProcessor(0.9, len(prompt))])
+    reference = transformers_greedy(engine, prompt, **arguments, logits_processor=presence)
+    for decoding in DECODINGS:
+        steps = list(engine.stream(prompt, decoding=decoding, do_sample=False, presence_penalty=0.9, **arguments))
+        assert ids(steps) == reference
+    assert ids(list(engine.stream(prompt, conversation=oracle(engine, reference), presence_penalty=0.9, **arguments))) == reference
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32), honesty=st.floats(0, 1), budget=st.integers(0, 64), sampled=st.booleans())
+def test_law_3_no_proposal_changes_the_output(seed: int, honesty: float, budget: int, sampled: bool) -> None:
+    engine = tiny_engine()
+    arguments = {"max_new_tokens": 30, "do_sample": sampled, "temperature": 0.8, "seed": 3}
+    plain = ids(list(engine.stream(PROMPT, decoding="plain", **arguments)))
+    chat = oracle(engine, plain, seed, honesty)
+    steps = list(engine.stream(PROMPT, conversation=chat, budget=budget, **arguments))
+    assert ids(steps) == plain
+    for step in steps:
+        step.tree.check(VOCAB)
+
+
+def test_law_4_a_conversation_after_many_turns_holds_what_a_fresh_prefill_computes() -> None:
+    engine = tiny_engine()
+    chat = engine.conversation()
+    messages = [{"role": "user", "content": "hello hello hello"}]
+    for turn in range(3):
+        reply = engine.generate(messages, conversation=chat, max_new_tokens=12)
+        messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": f"and {turn}?"}]
+    fresh = engine.target.new_cache()
+    engine.target.prefill(fresh, chat.token_ids)
+    assert fresh.length == chat.cache.length
+    for kept, recomputed in ((chat.cache.keys, fresh.keys), (chat.cache.values, fresh.values)):
+        torch.testing.assert_close(kept[:, :, : fresh.length], recomputed[:, :, : fresh.length], atol=1e-5, rtol=1e-5)
+
+
+def test_law_5_budget_0_is_plain_decoding() -> None:
+    engine = tiny_engine()
+    steps = list(engine.stream(PROMPT, max_new_tokens=20, budget=0))
+    assert len(steps) == 20
+    assert all(len(step.tree) == 1 and len(step.token_ids) == 1 for step in steps)
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_law_5_every_stop_holds_in_the_middle_of_an_accepted_path(cut: int) -> None:
+    engine = tiny_engine()
+    plain = ids(list(engine.stream(PROMPT, decoding="plain", max_new_tokens=30)))
+    stop = plain[cut - 1]
+    first = plain.index(stop) + 1
+
+    class StopAt(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            return input_ids[:, -1] == stop
+
+    ways: list[tuple[str, int, dict[str, Any]]] = [
+        ("length", cut, {"max_new_tokens": cut}),
+        ("eos", first, {"max_new_tokens": 30, "eos_token_id": [VOCAB - 1, stop]}),
+        ("stopping_criteria", first, {"max_new_tokens": 30, "stopping_criteria": StoppingCriteriaList([StopAt()])}),
+    ]
+    for reason, length, arguments in ways:
+        chat = oracle(engine, plain, honesty=1.0)
+        steps = list(engine.stream(PROMPT, conversation=chat, budget=40, **arguments))
+        assert ids(steps) == plain[:length]
+        assert [step.finish_reason for step in steps] == [None] * (len(steps) - 1) + [reason]
+        prompt = tokenizer()(PROMPT)["input_ids"]
+        assert chat.token_ids == (prompt + plain[:length])[:-1], "nothing after the stop is cached, nor the last token"
+        assert chat.cache.length == len(chat.token_ids)
+
+
+@pytest.mark.parametrize("decoding", DECODINGS)
+def test_law_5_a_stop_string_across_token_borders_ends_the_text_with_it(decoding: str) -> None:
+    engine = tiny_engine()
+    whole = engine.generate(PROMPT, decoding="plain", max_new_tokens=60)
+    readable = next(i for i in range(5, len(whole) - 3) if whole[i : i + 3].isprintable() and "\ufffd" not in whole[i : i + 3])
+    stop = whole[readable : readable + 3]
+    steps = list(engine.stream(PROMPT, decoding=decoding, max_new_tokens=60, stop_strings=[stop, "never to be said"]))
+    assert "".join(step.text for step in steps) == whole[: whole.index(stop) + 3]
+    assert steps[-1].finish_reason == "stop_string"
+
+
+@pytest.mark.parametrize("decoding", DECODINGS)
+def test_law_5_the_context_limit_ends_the_reply(decoding: str) -> None:
+    engine = tiny_engine()
+    prompt = [5 + i % 200 for i in range(CONTEXT - 20)]
+    steps = list(engine.stream(prompt, decoding=decoding, eos_token_id=-1))
+    assert len(ids(steps)) == 20
+    assert steps[-1].finish_reason == "context"
+
+
+def test_law_6_a_stream_closed_half_way_leaves_the_conversation_usable() -> None:
+    engine = tiny_engine()
+    chat = engine.conversation()
+    stream = engine.stream(PROMPT, conversation=chat, max_new_tokens=40)
+    list(islice(stream, 3))
+    stream.close()
+    again = ids(list(engine.stream(PROMPT + " on", conversation=chat, max_new_tokens=25)))
+    assert again == ids(list(engine.stream(PROMPT + " on", max_new_tokens=25)))
+
+
+def test_law_6_a_failed_pass_leaves_the_conversation_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer())
+    chat = engine.conversation()
+    forward, calls = engine.model.forward, 0
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        output = forward(*args, **kwargs)
+        if calls == 5:
+            raise RuntimeError("out of memory, say")
+        return output
+
+    monkeypatch.setattr(engine.model, "forward", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        list(engine.stream(PROMPT, conversation=chat, max_new_tokens=40))
+    assert calls == 5
+    again = ids(list(engine.stream(PROMPT + " on", conversation=chat, max_new_tokens=25)))
+    assert again == ids(list(engine.stream(PROMPT + " on", max_new_tokens=25)))
+
+
+def test_law_6_cancelling_ends_the_reply_within_one_step_and_keeps_what_was_said() -> None:
+    engine = tiny_engine()
+    chat = engine.conversation()
+    stop = False
+    steps: list[Step] = []
+    for step in engine.stream(PROMPT, conversation=chat, max_new_tokens=60, cancelled=lambda: stop):
+        steps.append(step)
+        stop = len(steps) >= 3
+    assert len(steps) == 4
+    assert steps[-1].finish_reason == "cancelled"
+    assert not list(engine.stream(PROMPT + " on", conversation=chat, max_new_tokens=5, cancelled=lambda: True))
+    assert len(ids(list(engine.stream(PROMPT, conversation=chat, max_new_tokens=5)))) == 5
+
+
+def test_a_conversation_serves_one_reply_at_a_time() -> None:
+    engine = tiny_engine()
+    chat = engine.conversation()
+    running = engine.stream(PROMPT, conversation=chat, max_new_tokens=10)
+    next(running)
+    with pytest.raises(ConversationBusyError):
+        next(engine.stream(PROMPT, conversation=chat, max_new_tokens=10))
+    assert len(list(running)) > 0
+
+
+def test_two_conversations_interleaved_do_not_mix() -> None:
+    engine = tiny_engine()
+    prompts = [PROMPT, "a quite different text, a quite"]
+    alone = [ids(list(engine.stream(p, max_new_tokens=30))) for p in prompts]
+    streams = [engine.stream(p, max_new_tokens=30) for p in prompts]
+    mixed: list[list[int]] = [[], []]
+    while any(len(m) < len(a) for m, a in zip(mixed, alone, strict=True)):
+        for stream, out in zip(streams, mixed, strict=True):
+            if (step := next(stream, None)) is not None:
+                out.extend(step.token_ids)
+    assert mixed == alone
+
+
+def test_a_second_turn_prefills_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine()
+    chat = engine.conversation()
+    messages = [{"role": "user", "content": "tell me a long story about a cat"}]
+    reply = engine.generate(messages, conversation=chat, max_new_tokens=20)
+    fed: list[int] = []
+    prefill = engine.target.prefill
+
+    def counting(cache: Any, token_ids: Any, *args: Any) -> Any:
+        fed.append(len(token_ids))
+        return prefill(cache, token_ids, *args)
+
+    monkeypatch.setattr(engine.target, "prefill", counting)
+    messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "go on"}]
+    list(engine.stream(messages, conversation=chat, max_new_tokens=5))
+    prompt = len(tokenizer().apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+    assert fed[0] < prompt // 2
+    list(engine.stream(messages, conversation=chat, max_new_tokens=5))
+    assert fed[1] == 0, "regenerating rewinds; nothing is computed twice"

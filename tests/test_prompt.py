@@ -1,0 +1,71 @@
+"""Prompts: what is too long, empty or malformed is named; a long chat loses its oldest turns and says so."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from toys import CONTEXT, tiny_engine, tokenizer
+
+from specdec.prompt import Prompt, PromptError, encode
+from specdec.request import RequestError
+
+
+def turns(count: int) -> list[dict[str, str]]:
+    messages = [{"role": "system", "content": "be brief"}]
+    for i in range(count):
+        messages += [{"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": f"answer {i}"}]
+    return [*messages, {"role": "user", "content": "last question"}]
+
+
+def test_a_chat_that_fits_is_not_trimmed() -> None:
+    assert encode(tokenizer(), turns(2), 500).trimmed == 0
+
+
+def test_a_long_chat_keeps_the_system_prompt_and_the_newest_turns() -> None:
+    prompt = encode(tokenizer(), turns(20), 120)
+    text = tokenizer().decode(prompt.token_ids)
+    assert len(prompt.token_ids) <= 120
+    assert prompt.trimmed > 0
+    assert prompt.trimmed % 2 == 0, "a question goes together with its answer"
+    assert "be brief" in text
+    assert text.endswith("last question<|end|><|assistant|>")
+    assert "question 0" not in text
+
+
+def test_one_message_longer_than_the_context_is_named() -> None:
+    with pytest.raises(PromptError, match="shorten"):
+        tiny_engine().stream([{"role": "user", "content": "x" * CONTEXT}])
+
+
+@pytest.mark.parametrize("prompt", ["", [], Prompt(())])
+def test_an_empty_prompt_is_named(prompt: Any) -> None:
+    with pytest.raises(PromptError, match="empty"):
+        tiny_engine().stream(prompt)
+
+
+def test_a_model_without_a_chat_template_is_named() -> None:
+    bare = copy.deepcopy(tokenizer())
+    bare.chat_template = None
+    with pytest.raises(PromptError, match="no chat template"):
+        encode(bare, [{"role": "user", "content": "hi"}], 100)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "culprit"),
+    [
+        ({"decoding": "beam"}, "decoding='beam'"),
+        ({"budget": -1}, "budget=-1"),
+        ({"budget": "big"}, "budget='big'"),
+        ({"seed": 0.5}, "seed"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"temprature": 0.5}, "temprature"),
+        ({"num_beams": 4}, "num_beams=4"),
+        ({"do_sample": True, "temperature": -1.0}, "temperature"),
+        ({"do_sample": True, "top_p": 7.0}, "top_p"),
+    ],
+)
+def test_a_bad_argument_is_named_before_anything_runs(arguments: dict[str, Any], culprit: str) -> None:
+    with pytest.raises(RequestError, match=culprit):
+        tiny_engine().stream("hello", **arguments)

@@ -1,0 +1,75 @@
+"""What cannot take a tree is refused by name; what the target tells about a tree is what a plain pass would tell."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toys import ARCHITECTURES, tiny_engine, tiny_model
+from transformers import BloomConfig, MambaConfig, MistralConfig, PreTrainedConfig
+
+from specdec.target import Cancelled, TargetModel, UnsupportedModelError, target_view, top_tokens
+from specdec.tree import TokenTree
+
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+UNSUPPORTED: dict[str, PreTrainedConfig] = {
+    "sliding attention": MistralConfig(**SMALL, intermediate_size=32, num_key_value_heads=2, sliding_window=8),
+    "recurrent state": MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2),
+    "4-D mask|position_ids": BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
+}
+
+
+@pytest.mark.parametrize("reason", UNSUPPORTED)
+def test_an_unsupported_model_is_refused_by_name_with_the_reason_and_a_remedy(reason: str) -> None:
+    model = tiny_model(UNSUPPORTED[reason])
+    with pytest.raises(UnsupportedModelError, match=reason) as refusal:
+        TargetModel(model)
+    assert type(model).__name__ in str(refusal.value)
+    assert "Use a model" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_top_tokens_and_view_agree_with_a_full_softmax(architecture: str) -> None:
+    target = tiny_engine(architecture).target
+    cache = target.new_cache()
+    target.prefill(cache, [4, 5, 6])
+    tree = TokenTree(np.array([7, 8, 9, 8, 10]), np.array([-1, 0, 0, 2, 3]))
+    logits = target.verify(cache, tree)
+    logprobs = torch.log_softmax(logits, -1)
+    top = top_tokens(logits, 8)
+    reference = logprobs.topk(8, dim=-1)
+    assert top.token_ids.tolist() == reference.indices.tolist()
+    np.testing.assert_allclose(top.logprobs, reference.values.numpy(), atol=1e-5)
+    view = target_view(logits, tree)
+    for node in range(1, len(tree)):
+        row = logprobs[tree.parents[node]]
+        own = row[tree.token_ids[node]]
+        assert view.probs[node] == pytest.approx(own.exp().item(), rel=1e-4)
+        assert view.ranks[node] == int((row > own).sum())
+
+
+@settings(deadline=None)
+@given(st.integers(1, 700), st.integers(1, 20), st.integers(0, 2**31))
+def test_top_tokens_finds_the_k_best_of_any_vocabulary(vocab: int, k: int, seed: int) -> None:
+    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(seed))
+    top = top_tokens(logits, k)
+    assert top.token_ids.tolist() == logits.topk(min(k, vocab), dim=-1).indices.tolist()
+
+
+def test_prefill_in_chunks_equals_one_pass_and_stops_between_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_engine().target
+    prompt = [4 + i % 50 for i in range(100)]
+    whole = target.new_cache()
+    top = target.prefill(whole, prompt, top_k=3)
+    monkeypatch.setattr("specdec.target.PREFILL_CHUNK", 32)
+    chunked = target.new_cache()
+    top_chunked = target.prefill(chunked, prompt, top_k=3)
+    torch.testing.assert_close(whole.keys[:, :, :100], chunked.keys[:, :, :100], atol=1e-5, rtol=1e-5)
+    assert top.token_ids.tolist() == top_chunked.token_ids.tolist()
+    stopped, polls = target.new_cache(), iter([False, False, True])
+    with pytest.raises(Cancelled):
+        target.prefill(stopped, prompt, cancelled=lambda: next(polls))
+    assert stopped.length == 64

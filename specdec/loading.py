@@ -80,7 +80,8 @@ def load(
     The default is Qwen2.5-1.5B-Instruct on CUDA with the hub in reach, otherwise the embedded model. The latter's
     weights are de-quantised (Q4_1) and kept in bfloat16, so in float32 it computes in float32 on bfloat16 weights.
     `device` "auto" prefers CUDA, then MPS; `dtype` "auto" is bfloat16 where the device is fast in it, else float32.
-    `progress` is told what is being done and, where known, the fraction done; bars go to stderr either way.
+    `progress` is told what is being done and, where known, the fraction done, maybe from another thread; bars go to stderr
+    either way.
     Raises `LoadError`.
     """
     report = progress or (lambda *_: None)
@@ -193,7 +194,7 @@ def _read(source: _Source, device: torch.device, dtype: torch.dtype, trust_remot
             device_map=None if device.type == "cpu" else {"": device},
             attn_implementation="sdpa" if skeleton._supports_sdpa else "eager",
             output_loading_info=True,
-            tqdm_class=reporting_bar(report),
+            tqdm_class=reporting_bar(report, f"downloading {source.name}"),
             **options,
         )
         if missing := sorted(info["missing_keys"]):
@@ -259,4 +260,6 @@ def _explain(source: _Source, error: Exception) -> str:
         return f"{source} holds weights that do not fit its config.json: get it again, or choose another --model."
     if source.gguf or isinstance(error, SafetensorError):
         return f"{source} is broken or truncated ({detail}): delete it and get it again."
+    if not Path(source.location).is_dir():
+        return f"{source} did not come whole from the hub ({detail}): start again, or choose another --model."
     return f"{source} cannot be loaded ({detail}): get it again, or choose another --model."

@@ -1,0 +1,45 @@
+"""Laws 1 and 2 on the real embedded model, in float32, over varied prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.benchmark.questions import load_questions
+from specdec.engine import SpeculativeEngine
+
+PROMPTS = [question.turns[0] for question in load_questions(limit=12)]
+TOKENS = 20
+
+
+@pytest.fixture(scope="module")
+def engine() -> SpeculativeEngine:
+    return SpeculativeEngine(dtype="float32")
+
+
+def ids(engine: SpeculativeEngine, prompt: str, **arguments: Any) -> list[int]:
+    steps = engine.stream([{"role": "user", "content": prompt[-1200:]}], max_new_tokens=TOKENS, **arguments)
+    return [token for step in steps for token in step.token_ids]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=range(len(PROMPTS)))
+def test_greedy_tree_linear_plain_and_transformers_agree(engine: SpeculativeEngine, prompt: str) -> None:
+    messages = [{"role": "user", "content": prompt[-1200:]}]
+    tokens = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    output = engine.model.generate(
+        torch.tensor([tokens]), attention_mask=torch.ones(1, len(tokens)), do_sample=False, max_new_tokens=TOKENS
+    )
+    reference = output[0, len(tokens) :].tolist()
+    for decoding in ("plain", "linear", "tree"):
+        assert ids(engine, prompt, decoding=decoding, budget=16 if decoding != "plain" else 0) == reference
+
+
+@pytest.mark.parametrize("temperature", [0.5, 0.8, 1.2])
+@pytest.mark.parametrize("prompt", PROMPTS, ids=range(len(PROMPTS)))
+def test_sampled_tree_linear_and_plain_agree(engine: SpeculativeEngine, prompt: str, temperature: float) -> None:
+    arguments: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_p": 0.95, "seed": 5}
+    plain = ids(engine, prompt, decoding="plain", **arguments)
+    for decoding in ("linear", "tree"):
+        assert ids(engine, prompt, decoding=decoding, budget=16, **arguments) == plain

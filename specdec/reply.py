@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec.accept import Verdict
 from specdec.request import Request
+from specdec.sampling import argmax
 from specdec.step import FinishReason
 from specdec.text import Detokenizer, StopStrings
 from specdec.tree import TokenTree
@@ -45,8 +46,7 @@ class Reply:
         """
         sampler = self._request.sampler
         if sampler.is_argmax:
-            choices: list[int] = logits.argmax(-1).tolist()
-            return choices.__getitem__
+            return argmax(logits).__getitem__
         depths = tree.depths()
 
         def choose(node: int) -> int:

@@ -7,6 +7,7 @@ untouched, so one ordinary forward verifies a whole token tree.
 from __future__ import annotations
 
 import inspect
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from specdec.cache import TreeCache
 from specdec.cost import WIDTHS, PassCost
+from specdec.sampling import argmax
 from specdec.speculators import TopK
 from specdec.step import TargetView
 from specdec.tree import TokenTree
@@ -48,6 +50,8 @@ class TargetModel:
         self.vocab_size: int = config.vocab_size
         self.num_layers: int = config.num_hidden_layers
         self.context_limit: int = getattr(config, "max_position_embeddings", None) or 2**31
+        if self.device.type == "cpu":  # grouped heads natively: without it, a masked pass copies all K/V per query head
+            os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
         _require_full_attention(model)
         self._require_tree_attention()
 
@@ -108,7 +112,7 @@ class TargetModel:
             for width in widths:
                 tree = TokenTree.chain([token % self.vocab_size for token in range(width)])
                 start = time.perf_counter()
-                self.verify(cache, tree).argmax(-1).tolist()
+                argmax(self.verify(cache, tree))
                 if repeat:  # the first round warms up
                     samples[width].append(time.perf_counter() - start)
         return PassCost({width: statistics.median(times) for width, times in samples.items()})
@@ -200,8 +204,8 @@ def target_view(logits: Tensor, tree: TokenTree) -> TargetView:
     if len(tree) > 1:
         inner, rows = np.unique(tree.parents[1:], return_inverse=True)
         parents = logits[torch.from_numpy(inner).to(logits.device)].float()
-        row = torch.from_numpy(rows).to(logits.device)
-        own = parents[row, torch.from_numpy(tree.token_ids[1:]).to(logits.device)]
-        probs[1:] = (own - parents.logsumexp(-1)[row]).exp().cpu().numpy()
-        ranks[1:] = (parents[row] > own[:, None]).sum(-1).cpu().numpy()
+        normalisers, scores = parents.logsumexp(-1).cpu().numpy()[rows], parents.cpu().numpy()
+        own = scores[rows, tree.token_ids[1:]]
+        probs[1:] = np.exp(own - normalisers)
+        ranks[1:] = [np.count_nonzero(scores[row] > score) for row, score in zip(rows, own, strict=True)]
     return TargetView(probs, ranks)

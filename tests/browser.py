@@ -31,7 +31,13 @@ def launch_browser(playwright: Playwright) -> Browser:
 def served(demo: gr.Blocks) -> Iterator[str]:
     """The address of ``demo``, running on a free local port."""
     _, url, _ = demo.launch(
-        server_name="127.0.0.1", server_port=None, prevent_thread_lock=True, quiet=True, ssr_mode=False, share=False, run_history=False
+        server_name="127.0.0.1",
+        server_port=None,
+        prevent_thread_lock=True,
+        quiet=True,
+        ssr_mode=False,
+        share=False,
+        run_history=False,
     )
     try:
         yield url

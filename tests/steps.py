@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from specdec.accept import accept
 from specdec.step import Step, TargetView, Timings
 from specdec.tree import Source, TokenTree
+from ui.trace import Recorder
 
-WORDS = (
-    " the| a| of| water| into| filter| hot| pour| and| to| cup| coffee| brew|,|.|\n| grounds| until| it| is| slowly| over| -| **|ing"
-    "| heat| minute| stir| with| spoon| milk| 1|2| environment| temperature|ly|ug"
-).split("|")
+_WORDS = """ the| a| of| water| into| filter| hot| pour| and| to| cup| coffee| brew|,|.|\n| grounds| until| it| is| slowly
+| over| -| **|ing| heat| minute| stir| with| spoon| milk| 1|2| environment| temperature|ly|ug"""
+WORDS = _WORDS.split("|")
 
 
 def token_text(token_ids: Sequence[int]) -> list[str]:
@@ -52,9 +53,10 @@ def random_steps(count: int, nodes: int = 16, seed: int = 0, agreement: float = 
 
         verdict = accept(tree, choose)
         emitted = (*(int(tree.token_ids[node]) for node in verdict.path[1:]), verdict.next_token)
-        probs = np.array([rng.betavariate(4, 1.5) if node in verdict.path else rng.betavariate(0.6, 5) for node in range(nodes + 1)])
+        kept = [node in verdict.path for node in range(nodes + 1)]
+        probs = np.array([rng.betavariate(4, 1.5) if keep else rng.betavariate(0.6, 5) for keep in kept])
         probs[0] = 1
-        ranks = np.array([0 if node in verdict.path else rng.randrange(1, 300) for node in range(nodes + 1)])
+        ranks = np.array([0 if keep else rng.randrange(1, 300) for keep in kept])
         yield Step(
             index=index,
             tree=tree,
@@ -68,3 +70,12 @@ def random_steps(count: int, nodes: int = 16, seed: int = 0, agreement: float = 
             target=TargetView(probs.astype(np.float32), ranks),
         )
         root, length = emitted[-1], length + len(emitted)
+
+
+def random_trace(count: int, nodes: int = 16, seed: int = 0, agreement: float = 0.55) -> dict[str, Any]:
+    """The trace of `random_steps`."""
+    prompt = [{"role": "user", "content": "How do I make a cup of coffee?"}]
+    recorder = Recorder({"name": "no model"}, {"decoding": "tree"}, prompt, token_text)
+    for step in random_steps(count, nodes, seed, agreement):
+        recorder.add(step)
+    return recorder.trace()

@@ -1,0 +1,153 @@
+"""Traces: what goes out comes back in, and nothing else does; graphs and figures of a step."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+import pytest
+from steps import random_steps, random_trace, token_text
+
+from specdec.draw import to_networkx, to_node_link_json, tree_figure, write_graphml
+from ui import trace as traces
+from ui.frontend import EXAMPLE
+from ui.trace import TraceError, load_trace, save_trace, to_html
+
+
+@pytest.fixture
+def trace() -> dict[str, Any]:
+    return random_trace(count=6, nodes=8)
+
+
+def test_a_trace_survives_the_file(trace: dict[str, Any], tmp_path: Path) -> None:
+    save_trace(trace, tmp_path / "reply.json")
+    loaded = load_trace(tmp_path / "reply.json")
+    assert loaded == load_trace(json.dumps(trace))
+    assert {**loaded, "steps": None} == {**trace, "steps": None}
+    for was, now in zip(trace["steps"], loaded["steps"], strict=True):
+        assert {**was, "figures": None} == {**now, "figures": None}
+        assert now["figures"] == pytest.approx(was["figures"], rel=1e-3)
+
+
+def test_figures_in_a_file_are_not_trusted(trace: dict[str, Any]) -> None:
+    trace["steps"][-1]["figures"]["speedup"] = 1000.0
+    assert load_trace(json.dumps(trace))["steps"][-1]["figures"]["speedup"] < 10
+
+
+def test_unknown_fields_are_dropped(trace: dict[str, Any]) -> None:
+    trace["extra"] = trace["steps"][0]["extra"] = "<script>"
+    assert "<script>" not in json.dumps(load_trace(json.dumps(trace)))
+
+
+def test_the_recorded_example_is_a_trace_with_details() -> None:
+    example = load_trace(EXAMPLE)
+    assert EXAMPLE.stat().st_size < 300_000
+    assert all(record["target"] for record in example["steps"])
+    assert any(len(record["token_ids"]) >= 3 for record in example["steps"])
+    assert "/" not in example["model"]["name"].removeprefix("Qwen/")
+
+
+BROKEN = [
+    ("index", 3, "index"),
+    ("tree", None, "tree"),
+    ("tree.parents", [-1, 0, 1, 2, 9, 1, 1, 1, 1], "parent"),
+    ("tree.parents", [-1], "parents"),
+    ("tree.token_ids", [], "nodes"),
+    ("tree.token_ids", [10**30] * 9, "step 0"),
+    ("tree.token_ids", [True] * 9, "token_ids"),
+    ("tree.scores", ["high"] * 9, "scores"),
+    ("tree.sources", ["<img>"] * 9, "sources"),
+    ("verdict.path", [0, 99], "path"),
+    ("verdict.path", [], "path"),
+    ("verdict.kind", "lucky", "kind"),
+    ("token_ids", [1, 2, 3], "token_ids"),
+    ("timings.verify", -1.0, "verify"),
+    ("timings", {}, "timings|prefill"),
+    ("plain_seconds", "0.1", "plain_seconds"),
+    ("finish_reason", "bored", "finish_reason"),
+    ("target", {"probs": [2.0] * 9, "ranks": [0] * 9}, "probs"),
+    ("note", 7, "note"),
+    ("texts", ["a"], "texts"),
+    ("token_texts", [1], "token_texts"),
+    ("next_text", None, "next_text"),
+]
+
+
+@pytest.mark.parametrize(("where", "value", "message"), BROKEN)
+def test_a_broken_record_is_named(trace: dict[str, Any], where: str, value: Any, message: str) -> None:
+    *parents, name = where.split(".")
+    place = trace["steps"][0]
+    for parent in parents:
+        place = place[parent]
+    place[name] = value
+    with pytest.raises(TraceError, match=rf"^step 0: .*({message})|^step 0") as caught:
+        load_trace(json.dumps(trace))
+    assert "\n" not in str(caught.value)
+
+
+FOREIGN = [
+    "",
+    "hello",
+    "[]",
+    "null",
+    "{}",
+    '{"format": "har"}',
+    '{"format": "specdec-trace", "version": 99}',
+    "[" * 100_000,
+    "NaN",
+]
+
+
+@pytest.mark.parametrize("text", FOREIGN)
+def test_foreign_text_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(TraceError) as caught:
+        load_trace(text)
+    assert "trace" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_huge_missing_and_binary_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "MAX_BYTES", 1000)
+    (tmp_path / "huge.json").write_text("x" * 1001)
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    for name, message in (("huge", "larger"), ("missing", "cannot be read"), ("binary", "UTF-8")):
+        with pytest.raises(TraceError, match=rf"{name}.json.*{message}"):
+            load_trace(tmp_path / f"{name}.json")
+
+
+def test_the_page_of_a_trace_needs_no_network(trace: dict[str, Any]) -> None:
+    trace["steps"][0]["texts"][0] = "</script><img src=x onerror=alert(1)><!--style-->"
+    page = to_html(trace)
+    assert "</script><img" not in page
+    assert not re.search(r"<(script|link|img)[^>]+(src|href)=", page.split("<body>")[0])
+    assert "default-src 'none'" in page
+
+
+def test_to_networkx_carries_what_is_known() -> None:
+    step = next(random_steps(1, nodes=12))
+    graph = to_networkx(step, token_text)
+    assert nx.is_arborescence(graph)
+    assert len(graph) == len(step.tree)
+    accepted = [node for node, verdict in graph.nodes(data="verdict") if verdict == "accepted"]
+    assert accepted == list(step.verdict.path[1:])
+    assert set(graph.nodes[1]) == {"token_id", "depth", "verdict", "token", "score", "source", "prob", "rank"}
+
+
+def test_graphml_and_json_come_back_even_with_control_characters(tmp_path: Path) -> None:
+    step = next(random_steps(1, nodes=12))
+    write_graphml(step, tmp_path / "tree.graphml", lambda ids: ["\x00</node>\ud83d" for _ in ids])
+    assert len(nx.read_graphml(tmp_path / "tree.graphml")) == len(step.tree)
+    assert len(nx.node_link_graph(json.loads(to_node_link_json(step, token_text)), edges="edges")) == len(step.tree)
+
+
+def test_tree_figure_escapes_tokens_and_keeps_the_path_on_top() -> None:
+    step = next(step for step in random_steps(20) if len(step.verdict.path) > 2)
+    figure = tree_figure(step, lambda ids: ["<b>&" + "x" * 10_000 for _ in ids])
+    labels = [annotation.text for annotation in figure.layout.annotations]
+    assert len(labels) == len(step.tree) + 1
+    assert all("<b>" not in label and len(label) < 60 for label in labels)
+    on_top = [annotation for annotation in figure.layout.annotations if annotation.y == 0]
+    assert len(on_top) >= len(step.verdict.path) + 1

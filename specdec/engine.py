@@ -21,15 +21,12 @@ from specdec.cache import TreeCache
 from specdec.loading import load
 from specdec.prompt import Message, Prompt
 from specdec.reply import Reply
-from specdec.request import Request, resolve
+from specdec.request import MAX_BUDGET, Request, resolve
 from specdec.speculators import Proposal, Speculator
 from specdec.speculators.ngram import NGramSpeculator
 from specdec.step import Step, Timings
 from specdec.target import Cancelled, TargetModel, target_view, top_tokens
 from specdec.tree import TokenTree
-
-MAX_BUDGET = 64
-"""Nodes besides the root that ``budget="auto"`` may choose up to."""
 
 
 class ConversationBusyError(RuntimeError):

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from specdec.accept import Verdict
-from specdec.request import Request
+from specdec.request import MAX_BUDGET, Request
 from specdec.sampling import argmax
 from specdec.step import FinishReason
 from specdec.text import Detokenizer, StopStrings
@@ -30,7 +30,8 @@ class Reply:
         self._detokenizer = Detokenizer(tokenizer, prompt)
         self._stop_strings = StopStrings(request.stop_strings)
         self._length = len(prompt)
-        self._history = torch.zeros(1, len(prompt) + request.max_new_tokens + 1, dtype=torch.int64, device=device)
+        room = len(prompt) + request.max_new_tokens + MAX_BUDGET  # a path may reach beyond the last token wanted
+        self._history = torch.zeros(1, room, dtype=torch.int64, device=device)
         self._history[0, : len(prompt)] = torch.tensor(prompt)
 
     @property

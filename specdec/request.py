@@ -19,6 +19,9 @@ from specdec.sampling import PresencePenaltyProcessor, Sampler
 Decoding = Literal["tree", "linear", "plain"]
 Budget = int | Literal["auto"]
 
+MAX_BUDGET = 64
+"""The most nodes besides the root that one pass verifies."""
+
 
 class RequestError(ValueError):
     """An argument that cannot be honoured; the message names it and what to pass instead."""
@@ -61,8 +64,8 @@ def resolve(
     """Check the arguments of `SpeculativeEngine.stream`. Raises RequestError or PromptError."""
     if decoding not in get_args(Decoding):
         raise RequestError(f"decoding={decoding!r} is unknown; choose one of {', '.join(get_args(Decoding))}")
-    if budget != "auto" and (not isinstance(budget, int) or budget < 0):
-        raise RequestError(f'budget={budget!r} is not a node budget; pass "auto" or a number of nodes from 0')
+    if budget != "auto" and not (isinstance(budget, int) and 0 <= budget <= MAX_BUDGET):
+        raise RequestError(f'budget={budget!r} is not a node budget; pass "auto" or a number of nodes from 0 to {MAX_BUDGET}')
     if not isinstance(seed, int):
         raise RequestError(f"seed={seed!r} is not an integer")
     for name, value in generation.items():

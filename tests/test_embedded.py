@@ -11,7 +11,7 @@ from specdec.benchmark.questions import load_questions
 from specdec.engine import SpeculativeEngine
 
 PROMPTS = [question.turns[0] for question in load_questions(limit=12)]
-TOKENS = 20
+TOKENS = 16
 
 
 @pytest.fixture(scope="module")

@@ -77,13 +77,15 @@ def test_law_2_sampled_tree_linear_and_plain_agree(architecture: str, name: str)
 def test_law_2_greedy_with_penalties_agrees_with_transformers() -> None:
     engine = tiny_engine()
     prompt = tokenizer()(PROMPT)["input_ids"]
-    arguments: dict[str, Any] = {"max_new_tokens": 40, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "min_new_tokens": 9}
+    arguments: dict[str, Any] = {"max_new_tokens": 40, "min_new_tokens": 9}
+    arguments |= {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2}
     presence = LogitsProcessorList([PresencePenaltyProcessor(0.9, len(prompt))])
     reference = transformers_greedy(engine, prompt, **arguments, logits_processor=presence)
     for decoding in DECODINGS:
         steps = list(engine.stream(prompt, decoding=decoding, do_sample=False, presence_penalty=0.9, **arguments))
         assert ids(steps) == reference
-    assert ids(list(engine.stream(prompt, conversation=oracle(engine, reference), presence_penalty=0.9, **arguments))) == reference
+    chat = oracle(engine, reference)
+    assert ids(list(engine.stream(prompt, conversation=chat, presence_penalty=0.9, **arguments))) == reference
 
 
 @settings(max_examples=40, deadline=None)
@@ -157,6 +159,15 @@ def test_law_5_a_stop_string_across_token_borders_ends_the_text_with_it(decoding
     assert steps[-1].finish_reason == "stop_string"
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_law_5_a_path_deeper_than_the_tokens_wanted_is_cut(sampled: bool) -> None:
+    engine = tiny_engine()
+    plain = ids(list(engine.stream(PROMPT, decoding="plain", max_new_tokens=40, do_sample=sampled)))
+    chat = oracle(engine, plain, honesty=1.0)
+    steps = list(engine.stream(PROMPT, conversation=chat, budget=40, max_new_tokens=3, do_sample=sampled))
+    assert ids(steps) == plain[:3]
+
+
 @pytest.mark.parametrize("decoding", DECODINGS)
 def test_law_5_the_context_limit_ends_the_reply(decoding: str) -> None:
     engine = tiny_engine()
@@ -200,11 +211,9 @@ def test_law_6_a_failed_pass_leaves_the_conversation_usable(monkeypatch: pytest.
 def test_law_6_cancelling_ends_the_reply_within_one_step_and_keeps_what_was_said() -> None:
     engine = tiny_engine()
     chat = engine.conversation()
-    stop = False
     steps: list[Step] = []
-    for step in engine.stream(PROMPT, conversation=chat, max_new_tokens=60, cancelled=lambda: stop):
+    for step in engine.stream(PROMPT, conversation=chat, max_new_tokens=60, cancelled=lambda: len(steps) >= 3):
         steps.append(step)
-        stop = len(steps) >= 3
     assert len(steps) == 4
     assert steps[-1].finish_reason == "cancelled"
     assert not list(engine.stream(PROMPT + " on", conversation=chat, max_new_tokens=5, cancelled=lambda: True))

@@ -56,7 +56,7 @@ BROKEN = [
     ("tree.parents", [-1, 0, 1, 2, 9, 1, 1, 1, 1], "parent"),
     ("tree.parents", [-1], "parents"),
     ("tree.token_ids", [], "nodes"),
-    ("tree.token_ids", [10**30] * 9, "step 0"),
+    ("tree.token_ids", [10**30] * 9, "too large"),
     ("tree.token_ids", [True] * 9, "token_ids"),
     ("tree.scores", ["high"] * 9, "scores"),
     ("tree.sources", ["<img>"] * 9, "sources"),
@@ -83,7 +83,7 @@ def test_a_broken_record_is_named(trace: dict[str, Any], where: str, value: Any,
     for parent in parents:
         place = place[parent]
     place[name] = value
-    with pytest.raises(TraceError, match=rf"^step 0: .*({message})|^step 0") as caught:
+    with pytest.raises(TraceError, match=rf"^step 0: .*({message})") as caught:
         load_trace(json.dumps(trace))
     assert "\n" not in str(caught.value)
 
@@ -97,7 +97,6 @@ FOREIGN = [
     '{"format": "har"}',
     '{"format": "specdec-trace", "version": 99}',
     "[" * 100_000,
-    "NaN",
 ]
 
 

@@ -18,8 +18,25 @@ from specdec.benchmark.questions import OWN, Question, QuestionsError, load_ques
 from specdec.benchmark.report import Difference, Sample, fold, table
 from specdec.engine import SpeculativeEngine
 from specdec.loading import LoadError
+from specdec.request import MAX_BUDGET
 from specdec.speculators import Speculator
+from specdec.speculators.ngram import NGramSpeculator
 from specdec.target import UnsupportedModelError
+
+
+def lanes_argument(text: str) -> list[str]:
+    """``plain,tree`` -> the lanes' names."""
+    names = [name.strip() for name in text.split(",")]
+    if unknown := set(names) - set(LANES):
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))} is unknown; choose from {', '.join(LANES)}")
+    return names
+
+
+def budget_argument(text: str) -> int | str:
+    """``auto`` or a number of nodes."""
+    if text != "auto" and not (text.isdecimal() and int(text) <= MAX_BUDGET):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number of nodes from 0 to {MAX_BUDGET}")
+    return text if text == "auto" else int(text)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,10 +49,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--questions", type=Path, default=OWN, metavar="FILE.jsonl", help="Spec-Bench's format")
     parser.add_argument("--limit", type=int, help="at most so many questions, spread over the file")
     parser.add_argument("--categories", default="", help="only these, separated by commas")
-    parser.add_argument("--decodings", default=names, help=f"lanes, separated by commas (default: {names})")
+    parser.add_argument(
+        "--decodings", type=lanes_argument, default=names, help=f"lanes, separated by commas (default: {names})"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--max-prompt-tokens", type=int, default=700, help="longer prompts lose the middle of the last message")
-    parser.add_argument("--budget", default="auto", help="nodes besides the root per pass, or auto")
+    parser.add_argument("--budget", type=budget_argument, default="auto", help="nodes besides the root per pass, or auto")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--memory", choices=("cold", "warm"), default="warm", help="warm: remembered from question to question")
@@ -72,7 +91,8 @@ def lane_of(name: str, engine: SpeculativeEngine, budget: int | str, memory: str
 
 def speculators(engine: SpeculativeEngine, memory: str) -> Callable[[], Speculator]:
     """A factory of speculators that share one memory (warm), or have each an empty one (cold)."""
-    raise NotImplementedError
+    del memory
+    return lambda: NGramSpeculator(vocab_size=engine.target.vocab_size)
 
 
 def ask(
@@ -106,12 +126,9 @@ def difference(engine: SpeculativeEngine, prompt: Sequence[int], mine: Answer, p
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measure; returns the folded figures. Raises LoadError, UnsupportedModelError, QuestionsError."""
-    names = [name.strip() for name in options.decodings.split(",")]
-    if unknown := set(names) - set(LANES):
-        raise QuestionsError(f"--decodings: {', '.join(sorted(unknown))} is unknown; choose from {', '.join(LANES)}")
+    names = options.decodings
     categories = [name.strip() for name in options.categories.split(",") if name.strip()]
     questions = load_questions(options.questions, categories, options.limit)
-    budget = "auto" if options.budget == "auto" else int(options.budget)
     arguments: dict[str, Any] = {"max_new_tokens": options.max_new_tokens}
     if options.temperature > 0:
         arguments |= {"do_sample": True, "temperature": options.temperature, "top_k": 0, "seed": 0}
@@ -119,9 +136,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
     samples: dict[tuple[str, int], Sample] = {}
     for run_index in range(options.runs):
-        lanes = {name: lane_of(name, engine, budget, options.memory) for name in names}
+        lanes = {name: lane_of(name, engine, options.budget, options.memory) for name in names}
         if run_index == 0:  # warm-up outside the clock, with lanes (and memories) of its own
-            warm_up = {name: lane_of(name, engine, budget, options.memory) for name in names}
+            warm_up = {name: lane_of(name, engine, options.budget, options.memory) for name in names}
             ask(engine, questions[0], warm_up, arguments | {"max_new_tokens": 16}, options.max_prompt_tokens)
         progress = tqdm(questions, desc=f"run {run_index + 1} of {options.runs}", unit="question", file=sys.stderr)
         for question in progress:

@@ -1,0 +1,354 @@
+"""The live panel in a real Chromium, inside a Gradio app that holds nothing else."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+import networkx as nx
+import pytest
+from browser import COUNT_LONG_TASKS, launch_browser, served
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+from steps import random_steps, random_trace, token_text
+
+from ui.panel import PanelFeed, complaint, live_panel, replay
+from ui.trace import load_trace, to_html
+
+SECONDS, STEPS_PER_SECOND, NODES = 30, 25, 32
+HOSTILE = [
+    "</svg><img src=x onerror=window.pwned=1>",
+    "${window.pwned=1}",
+    "{{window.pwned}}",
+    "\u202eevil\u202c",
+    "\u200b\u200d\ufeff",
+    "\ud83d",
+    "<b>&amp;",
+    "x" * 10_000,
+    "\x00\x07",
+    "شكرا",
+]
+
+
+def stream() -> Iterator[str]:
+    feed = PanelFeed({"name": "no model"}, {"decoding": "tree"}, [{"role": "user", "content": "Coffee?"}], token_text)
+    yield feed.start()
+    for step in random_steps(SECONDS * STEPS_PER_SECOND, NODES):
+        yield feed.steps([step])
+        time.sleep(1 / STEPS_PER_SECOND)
+    yield feed.end()
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with gr.Blocks() as demo:
+        panel = live_panel()
+        payload = gr.Textbox(elem_id="payload")
+        gr.Button("send", elem_id="send").click(lambda text: text, payload, panel, show_progress="hidden")
+        gr.Button("stream", elem_id="stream").click(stream, None, panel, show_progress="hidden")
+    with served(demo) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = launch_browser(playwright)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(chromium: Browser, address: str) -> Iterator[Page]:
+    """A fresh page with the recorded example at rest; any error in its console fails the test."""
+    page = chromium.new_page(viewport={"width": 900, "height": 1100}, reduced_motion="reduce")
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.goto(address)
+    page.wait_for_function("window.Plotly && document.querySelector('.specdec-host')?.panel?.history.length > 0")
+    page.evaluate("window.panel = document.querySelector('.specdec-host').panel")
+    yield page
+    page.close()
+    assert errors == []
+
+
+def show(page: Page, trace: dict[str, Any], step: int = 0) -> dict[str, Any]:
+    """Replay a trace through the server and go to one of its steps; returns that step's record."""
+    page.evaluate("panel.history.seen = true")
+    send(page, replay(trace))
+    page.wait_for_function("panel.history.label === 'replay' && !panel.history.seen")
+    page.evaluate("step => { panel.playback.goTo(step); panel.schedule(); }", step)
+    expect(page.locator(".specdec h2")).to_have_text(f"Step {step + 1}")
+    record: dict[str, Any] = trace["steps"][step]
+    return record
+
+
+def send(page: Page, payload: str) -> None:
+    page.locator("#payload textarea").fill(payload)
+    page.click("#send")
+
+
+def receive(page: Page, *payloads: str) -> None:
+    """Hand payloads to the panel directly, as they would arrive."""
+    page.evaluate("payloads => payloads.forEach((payload) => panel.receive(payload))", list(payloads))
+
+
+def feed_payloads(count: int) -> list[str]:
+    feed = PanelFeed({"name": "no model"}, {}, [], token_text)
+    return [feed.start(), *(feed.steps([step]) for step in random_steps(count, 6)), feed.end()]
+
+
+def settle(page: Page) -> None:
+    page.evaluate("new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)))")
+
+
+def test_the_recorded_example_is_shown_first(page: Page) -> None:
+    expect(page.locator(".specdec .state")).to_have_text("recorded example")
+    assert page.locator(".specdec .tree .node").count() > 3
+
+
+def test_every_part_of_a_step_is_drawn(page: Page) -> None:
+    trace = random_trace(30, nodes=8)
+    step = next(i for i, record in enumerate(trace["steps"]) if len(record["token_ids"]) == 3)
+    record = show(page, trace, step)
+    tree = page.locator(".specdec .tree")
+    accepted = record["verdict"]["path"][1:]
+    assert tree.locator(".node.accepted").count() == len(accepted)
+    assert tree.locator(".node.rejected").count() == 8 - len(accepted)
+    assert tree.locator(f".node.target.{record['verdict']['kind']} .mark").count() == 1
+    expect(page.locator(".equation")).to_contain_text("the target agreed with 2 and added 1: one pass gave 3 tokens.")
+    expect(page.locator(".strip .token.now")).to_have_text([text.replace("\n", "⏎") for text in record["token_texts"]])
+    expect(page.locator(".spoken")).to_contain_text(f"Step {step + 1}. Drafted 8 tokens")
+    expect(page.locator(".figure strong").first).to_have_text(f"{record['figures']['tokens_per_pass']:.2f}")
+
+
+def test_the_accepted_path_runs_straight_along_the_top(page: Page) -> None:
+    trace = random_trace(30, nodes=14, agreement=0.8)
+    show(page, trace, max(range(30), key=lambda i: len(trace["steps"][i]["token_ids"])))
+    tops = page.evaluate("[...document.querySelectorAll('.tree .path .node')].map((node) => node.getCTM().f)")
+    others = page.evaluate("[...document.querySelectorAll('.tree .branches .node')].map((node) => node.getCTM().f)")
+    assert len(set(tops)) == 1
+    assert len(tops) > 3
+    assert all(top > tops[0] for top in others)
+
+
+def test_details_on_hover_and_on_keyboard_focus(page: Page) -> None:
+    trace = random_trace(5, nodes=6)
+    record = show(page, trace, 2)
+    page.hover('.tree [data-node="1"]')
+    details = page.locator(".node-details")
+    expect(details).to_contain_text(f"token id{record['tree']['token_ids'][1]}")
+    for name in ("estimated to be accepted", "target probability", "target rank", "drafted from", "verdict"):
+        expect(details).to_contain_text(name)
+    page.mouse.move(5, 5)
+    expect(details).to_be_hidden()
+    page.focus('.tree [data-node="0"]')
+    page.keyboard.press("ArrowRight")
+    expect(details).to_be_visible()
+    assert "token id" in (page.evaluate("document.activeElement.getAttribute('aria-label')"))
+    page.keyboard.press("Escape")
+    expect(details).to_be_hidden()
+
+
+def test_keys_tokens_and_the_scrubber_lead_to_steps(page: Page) -> None:
+    show(page, random_trace(40, nodes=6), 10)
+    title = page.locator(".specdec h2")
+    page.focus(".scrubber")
+    for key, step in (("ArrowRight", 12), ("ArrowLeft", 11), ("End", 40), ("PageUp", 30), ("Home", 1)):
+        page.keyboard.press(key)
+        expect(title).to_have_text(f"Step {step}")
+    assert page.get_attribute(".scrubber", "aria-valuenow") == "1"
+    page.locator('.strip .token[data-step="20"]').first.click()
+    expect(title).to_have_text("Step 21")
+    page.click(".scrubber", position={"x": 2, "y": 20})
+    expect(title).to_have_text("Step 1")
+
+
+def test_large_trees_say_how_much_is_hidden(page: Page) -> None:
+    show(page, random_trace(5, nodes=63), 3)
+    more = page.locator(".tree .more")
+    shown = page.locator(".tree .node:not(.target)").count()
+    expect(more).to_have_text(f"+{64 - shown} more")
+    more.click()
+    expect(page.locator(".tree .node:not(.target)")).to_have_count(64)
+
+
+def test_the_users_zoom_survives_the_next_step_but_not_the_next_reply(page: Page) -> None:
+    show(page, random_trace(5, nodes=12), 1)
+    page.click("[aria-label='Zoom in']")
+    zoomed = page.get_attribute(".tree > g", "transform")
+    page.evaluate("panel.playback.goTo(2); panel.schedule()")
+    expect(page.locator(".specdec h2")).to_have_text("Step 3")
+    assert page.get_attribute(".tree > g", "transform") == zoomed
+    show(page, random_trace(6, nodes=12), 1)
+    assert page.get_attribute(".tree > g", "transform") != zoomed
+
+
+def test_the_four_beats_are_told_and_end_at_rest(chromium: Browser, address: str) -> None:
+    page = chromium.new_page(reduced_motion="no-preference")
+    page.goto(address)
+    page.wait_for_function("document.querySelector('.specdec-host')?.panel?.history.length > 0")
+    page.evaluate("""() => {
+        window.panel = document.querySelector('.specdec-host').panel;
+        window.beats = [];
+        const { svg } = panel.tree;
+        new MutationObserver(() => beats.push(svg.dataset.beat)).observe(svg, { attributeFilter: ['data-beat'] });
+        panel.playback.pause();
+    }""")
+    page.focus(".scrubber")
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_function("beats.length >= 5 && beats.at(-1) === 'settled'", timeout=15_000)
+    told = page.evaluate("beats")
+    assert [beat for beat, after in pairwise([*told, None]) if beat != after][-5:] == [
+        "commit",
+        "grow",
+        "verify",
+        "prune",
+        "settled",
+    ]
+    page.close()
+
+
+def test_reduced_motion_has_no_beats(page: Page) -> None:
+    show(page, random_trace(5, nodes=6), 1)
+    page.focus(".scrubber")
+    page.keyboard.press("ArrowRight")
+    settle(page)
+    assert page.get_attribute(".tree", "data-beat") == "settled"
+
+
+def test_repeated_and_dropped_payloads_leave_the_history_whole(page: Page) -> None:
+    start, *middle, end = feed_payloads(12)
+    receive(page, start, middle[0], middle[0], *middle[2:6])  # one comes twice, one is lost: the next repeats it
+    assert page.evaluate("[panel.history.length, panel.history.missing]") == [6, 0]
+    receive(page, middle[11])  # five are lost: a gap, until the end brings all
+    assert page.evaluate("panel.history.missing") > 0
+    expect(page.locator(".notice")).to_contain_text("did not reach this page")
+    receive(page, end)
+    assert page.evaluate("[panel.history.length, panel.history.missing, panel.history.state]") == [12, 0, "ended"]
+    expect(page.locator(".notice")).to_have_text("")
+
+
+def test_errors_notes_and_stops_are_shown(page: Page) -> None:
+    feed = PanelFeed({"name": "no model"}, {}, [], token_text)
+    receive(page, feed.start())
+    expect(page.locator(".equation")).to_have_text("Reading the prompt …")
+    receive(page, feed.note("draft inactive: no room in the context"))
+    expect(page.locator(".notice")).to_have_text("draft inactive: no room in the context")
+    receive(page, feed.steps(list(random_steps(3, 4))[:2]), feed.end())
+    expect(page.locator(".specdec .state")).to_have_text("stopped by you")
+    receive(page, feed.error("the model ran out of memory"))
+    expect(page.locator(".notice.error")).to_have_text("the model ran out of memory")
+    receive(page, complaint("another line"))
+    expect(page.locator(".notice.error")).to_have_text("another line")
+
+
+def test_hostile_text_is_inert(page: Page) -> None:
+    trace = random_trace(4, nodes=len(HOSTILE) - 1)
+    for record in trace["steps"]:
+        record["texts"] = HOSTILE
+        record["token_texts"] = HOSTILE[: len(record["token_ids"])]
+        record["next_text"] = HOSTILE[0]
+    for i, text in enumerate(HOSTILE):
+        trace["model"]["name"] = text
+        show(page, trace, i % 4)
+        for node in page.locator(".tree .node:not(.root)").all()[:2]:
+            node.hover()
+    settle(page)
+    assert page.evaluate("window.pwned") is None
+    assert page.locator(".specdec img").count() == 0
+    longest = page.evaluate("Math.max(...[...document.querySelectorAll('.tree text')].map((text) => text.textContent.length))")
+    assert longest < 30
+    assert page.evaluate("document.querySelector('.specdec').scrollWidth <= document.querySelector('.specdec').clientWidth")
+
+
+def test_exports_can_be_read_again(page: Page, tmp_path: Path) -> None:
+    trace = random_trace(5, nodes=8)
+    show(page, trace, 2)
+    saved: dict[str, Path] = {}
+    for entry in ("Tree as SVG", "Tree as PNG", "Tree as GraphML", "Reply as trace (JSON)", "Reply as a web page"):
+        page.click(".menu summary")
+        with page.expect_download() as download:
+            page.click(f".menu-list button:has-text('{entry}')")
+        saved[entry] = tmp_path / download.value.suggested_filename
+        download.value.save_as(saved[entry])
+    assert saved["Tree as SVG"].read_text().startswith("<svg")
+    assert saved["Tree as PNG"].read_bytes().startswith(b"\x89PNG")
+    assert len(nx.read_graphml(saved["Tree as GraphML"])) == 9
+    assert load_trace(saved["Reply as trace (JSON)"])["steps"][2]["texts"] == trace["steps"][2]["texts"]
+    assert opens_from_disk(page, saved["Reply as a web page"])
+
+
+def test_a_trace_page_opens_from_disk(page: Page, tmp_path: Path) -> None:
+    (tmp_path / "trace.html").write_text(to_html(random_trace(5, nodes=8)), encoding="utf-8")
+    assert opens_from_disk(page, tmp_path / "trace.html")
+
+
+def opens_from_disk(page: Page, file: Path) -> bool:
+    """Whether a saved page draws tree, strip and charts without asking the network for anything."""
+    other = page.context.browser.new_page()  # type: ignore[union-attr]
+    requests: list[str] = []
+    other.on("request", lambda request: requests.append(request.url))
+    other.goto(file.as_uri())
+    other.wait_for_selector(".plot .main-svg")
+    drawn = other.locator(".tree .node").count() == 10 and other.locator(".strip .token").count() > 5
+    other.close()
+    return drawn and all(url.startswith(("file:", "data:", "blob:")) for url in requests)
+
+
+def test_a_trace_can_be_opened_from_the_menu(page: Page, tmp_path: Path) -> None:
+    (tmp_path / "reply.json").write_text(json.dumps(random_trace(7, nodes=4)))
+    (tmp_path / "other.json").write_text('{"format": "har"}')
+    for name in ("reply", "other"):
+        page.click(".menu summary")
+        with page.expect_file_chooser() as chooser:
+            page.click(".menu-list button:has-text('Open a trace')")
+        chooser.value.set_files(tmp_path / f"{name}.json")
+        if name == "reply":
+            page.wait_for_function("panel.history.length === 7")
+    expect(page.locator(".notice.error")).to_contain_text("This file cannot be opened: not a trace")
+    assert page.evaluate("panel.history.length") == 7
+
+
+def test_nothing_sticks_out_on_a_phone(page: Page) -> None:
+    page.set_viewport_size({"width": 390, "height": 844})
+    show(page, random_trace(20, nodes=32), 5)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_two_thousand_steps_scrub_smoothly(page: Page) -> None:
+    page.evaluate("trace => panel.receive(JSON.stringify({ trace, label: 'replay' }))", random_trace(2000, nodes=12))
+    page.wait_for_timeout(3000)
+    page.evaluate(COUNT_LONG_TASKS)
+    box = page.locator(".scrubber").bounding_box()
+    assert box is not None
+    before = page.evaluate("specdecPanel.drawnSteps")
+    page.mouse.move(box["x"] + 2, box["y"] + 20)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] - 2, box["y"] + 20, steps=60)
+    page.mouse.up()
+    page.wait_for_timeout(300)
+    assert page.evaluate("specdecPanel.drawnSteps") - before > 20
+    assert max(page.evaluate("longTasks"), default=0) <= 100
+
+
+def test_a_live_reply_is_drawn_fast_enough_for_thirty_seconds(page: Page) -> None:
+    page.wait_for_timeout(2000)
+    page.evaluate(COUNT_LONG_TASKS)
+    before = page.evaluate("({ ...specdecPanel })")
+    started = time.monotonic()
+    page.click("#stream")
+    page.wait_for_function("panel.history.label === 'live' && panel.history.state === 'ended'", timeout=120_000)
+    seconds = time.monotonic() - started
+    after = page.evaluate("({ ...specdecPanel })")
+    assert page.evaluate("[panel.history.length, panel.history.missing]") == [SECONDS * STEPS_PER_SECOND, 0]
+    assert (after["drawnSteps"] - before["drawnSteps"]) / seconds >= 10
+    assert after["mounts"] == before["mounts"] == 1
+    assert after["charts"] - before["charts"] <= 2.2 * 6 * seconds
+    assert max(page.evaluate("longTasks"), default=0) <= 100

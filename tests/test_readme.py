@@ -1,0 +1,76 @@
+"""The README keeps its word: every command and every line of code in it runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_python_examples_run() -> None:
+    for code in blocks("python"):
+        result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+        assert "Paris" in result.stdout
+
+
+def test_the_run_command_serves_the_page(unused_tcp_port: int) -> None:
+    command = next(line for block in blocks("bash") for line in block.splitlines() if "app.py" in line)
+    assert command.startswith("python -m venv .venv && .venv/bin/pip install -r requirements.txt && ")
+    launch = command.rsplit(" && ", 1)[1].split()
+    assert launch == [".venv/bin/python", "app.py"]
+    server = subprocess.Popen([sys.executable, "app.py", "--no-browser", "--port", str(unused_tcp_port)], cwd=ROOT)
+    try:
+        assert "Tree-speculative" in wait_for(f"http://127.0.0.1:{unused_tcp_port}/", server)
+    finally:
+        server.terminate()
+        server.wait(20)
+
+
+def wait_for(address: str, server: subprocess.Popen[bytes], seconds: float = 120) -> str:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and server.poll() is None:
+        try:
+            with urllib.request.urlopen(address) as page:
+                return str(page.read().decode())
+        except urllib.error.URLError:
+            time.sleep(0.5)
+    raise AssertionError(f"the server did not come up (exit code {server.poll()})")
+
+
+def test_the_benchmark_commands_run(tmp_path: Path) -> None:
+    commands = [line for block in blocks("bash") for line in block.splitlines() if "specdec.benchmark" in line]
+    assert commands
+    for command in commands:
+        arguments = command.split()[1:]
+        report = tmp_path / "report"
+        arguments = [re.sub(r"^\S+\.(json|html)$", str(report), argument) for argument in arguments]
+        small = ["--limit", "1", "--runs", "1", "--max-new-tokens", "4"]
+        result = subprocess.run([sys.executable, *arguments, *small], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+        assert "| tree" in result.stdout
+
+
+def test_every_test_that_the_readme_names_exists() -> None:
+    names = set(re.findall(r"`(test_\w+)`", README))
+    assert names
+    defined = {name for path in (ROOT / "tests").glob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())}
+    assert names <= defined
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\((?!https?:)([^)#]+)\)", README))))
+def test_every_file_that_the_readme_links_exists(target: str) -> None:
+    assert (ROOT / target).exists()

@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.cache_utils import Cache, StaticCache, get_layer_types_and_kwargs
 
 from specdec.cache import TreeCache
 from specdec.cost import WIDTHS, PassCost
@@ -84,7 +85,7 @@ class TargetModel:
             chunk = torch.tensor([token_ids[start : start + PREFILL_CHUNK]], device=self.device)
             size = chunk.shape[1]
             positions = torch.arange(cache.length, cache.length + size, device=self.device)[None]
-            logits = self._forward(cache, chunk, positions, None, keep=0 if top_k else 1)
+            logits = self._forward(chunk, cache, positions, keep=0 if top_k else 1)[0]
             cache.commit(range(size))
             if top_k:
                 tops.append(top_tokens(logits, top_k))
@@ -99,7 +100,16 @@ class TargetModel:
         size = len(tree)
         token_ids = torch.from_numpy(tree.token_ids).to(self.device)[None]
         positions = (torch.from_numpy(tree.depths()) + cache.length).to(self.device)[None]
-        return self._forward(cache, token_ids, positions, self._mask(tree, cache.length) if size > 1 else None, keep=0)
+        return self._forward(token_ids, cache, positions, self._mask(tree, cache.length) if size > 1 else None)[0]
+
+    @torch.inference_mode()
+    def top_after(self, token_ids: NDArray[np.int64], top_k: int) -> TopK:
+        """The target's ``top_k`` next tokens after each row of ``token_ids`` [B, T], each a text of its own."""
+        return top_tokens(self._forward(torch.from_numpy(token_ids).to(self.device), keep=1)[:, -1], top_k)
+
+    def batch_writer(self, max_length: int, top_k: int) -> BatchWriter:
+        """Something that writes many texts of up to ``max_length`` tokens at once."""
+        return BatchWriter(self, max_length, top_k)
 
     def measure_cost(self, context: int = 256, repeats: int = 3) -> PassCost:
         """Time passes of every width in `WIDTHS` behind ``context`` tokens: the median of ``repeats``, widths interleaved."""
@@ -125,17 +135,23 @@ class TargetModel:
         mask[:, length:].masked_fill_(hidden, torch.finfo(self.model.dtype).min)
         return mask[None, None]
 
-    def _forward(self, cache: TreeCache, token_ids: Tensor, positions: Tensor, mask: Tensor | None, keep: int) -> Tensor:
-        """Logits [T, V] of ``token_ids`` [1, T] at ``positions`` [1, T]; ``keep`` last rows only (0: all)."""
-        output = self.model(
+    def _forward(
+        self,
+        token_ids: Tensor,
+        cache: Cache | None = None,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        keep: int = 0,
+    ) -> Tensor:
+        """Logits [B, T, V] of ``token_ids`` [B, T] at ``positions`` [B, T]; of the ``keep`` last rows only (0: all)."""
+        logits: Tensor = self.model(
             input_ids=token_ids,
             position_ids=positions,
             attention_mask=mask,
             cache=cache,
-            use_cache=True,
+            use_cache=cache is not None,
             logits_to_keep=keep,
-        )
-        logits: Tensor = output.logits[0]
+        ).logits
         return logits
 
     def _require_tree_attention(self) -> None:
@@ -149,13 +165,36 @@ class TargetModel:
         with torch.inference_mode():
             for node in range(len(tree)):
                 branch = torch.tensor([prompt + tree.token_ids[tree.path(node)].tolist()], device=self.device)
-                plain = self.model(input_ids=branch, use_cache=False).logits[0, -1].float()
+                plain = self._forward(branch, keep=1)[0, -1].float()
                 if (seen[node] - plain).norm() > 0.1 * (plain - plain.mean()).norm():
                     raise UnsupportedModelError(
                         f"{self.name} gives other logits for a token tree than for the same text: its attention does not "
                         "follow a 4-D mask and position ids. Use a model with full rotary or absolute-position attention, "
                         "such as Llama, Qwen2/3, Mistral, Phi-3, OLMo 2 or GPT-2."
                     )
+
+
+class BatchWriter:
+    """Many texts that grow side by side, a token each per pass; see `specdec.speculators.vocabulary.Writer`."""
+
+    def __init__(self, target: TargetModel, max_length: int, top_k: int) -> None:
+        self._target, self._max_length, self._top_k = target, max_length, top_k
+
+    def start(self, prompt: NDArray[np.int64], rows: int) -> TopK:
+        """``rows`` new texts that all begin with ``prompt`` [T]; the target's view after it, [rows, K]."""
+        self._cache, self._length = StaticCache(self._target.model.config, self._max_length), 0
+        return self._append(np.repeat(prompt[None], rows, axis=0))
+
+    def step(self, token_ids: NDArray[np.int64]) -> TopK:
+        """Append one token to each text, [rows]; the target's view after it, [rows, K]."""
+        return self._append(token_ids[:, None])
+
+    @torch.inference_mode()
+    def _append(self, token_ids: NDArray[np.int64]) -> TopK:
+        tokens = torch.from_numpy(token_ids).to(self._target.device)
+        positions = torch.arange(self._length, self._length + tokens.shape[1], device=tokens.device).expand_as(tokens)
+        self._length += tokens.shape[1]
+        return top_tokens(self._target._forward(tokens, self._cache, positions, keep=1)[:, -1], self._top_k)
 
 
 def _require_full_attention(model: PreTrainedModel) -> None:

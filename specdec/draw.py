@@ -19,7 +19,7 @@ from specdec.tree import Source
 
 TokenText = Callable[[Sequence[int]], list[str]]
 
-ACCEPTED, REJECTED, TARGET, ROOT = "#0b7a5c", "#8b949e", "#b87608", "#1a1e24"
+ACCEPTED, REJECTED, TARGET, ROOT = "#0b7a5c", "#68727c", "#b87608", "#1a1e24"
 _LONGEST = 16
 _SHOWN = {" ": "·", "\n": "⏎", "\t": "⇥"}
 

@@ -196,6 +196,8 @@ class SpeculativeEngine:
         if request.decoding == "plain" or budget <= 0 or remaining <= 1:
             return Proposal(TokenTree.root(root)), None
         proposal = chat.speculator.propose(budget, branches=1 if request.decoding == "linear" else None)
+        if len(proposal.tree) == 1:
+            return proposal, "draft inactive: nothing seen so far tells what may follow"
         if request.budget != "auto" or proposal.tree.scores is None:
             return proposal, None
         width = self.pass_cost.best_width(proposal.tree.scores)

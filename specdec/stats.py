@@ -68,6 +68,16 @@ class Stats:
         """Plain single-token passes for the same tokens / decode seconds, both on this device during this reply."""
         return self.plain_seconds / self.decode_seconds if self.decode_seconds else 0.0
 
+    @property
+    def expected_speedup(self) -> float:
+        """What `speedup` would be had every tree given just what the speculator expected of it."""
+        return self.speedup * self.expected / self.tokens if self.tokens else 0.0
+
+    @property
+    def passes_saved(self) -> int:
+        """Target passes that plain decoding would have needed besides."""
+        return self.tokens - self.passes
+
     def to_json(self) -> dict[str, float]:
         """The figures, plain."""
         return {
@@ -81,5 +91,7 @@ class Stats:
             "decode_seconds": round(self.decode_seconds, 6),
             "tokens_per_second": round(self.tokens_per_second, 3),
             "speedup": round(self.speedup, 4),
+            "expected_speedup": round(self.expected_speedup, 4),
+            "passes_saved": self.passes_saved,
             "time_to_first_token": round(self.first_token_seconds, 6),
         }

@@ -1,0 +1,1 @@
+"""The page: everything a person sees. Talks to `specdec` by its public names only."""

@@ -1,0 +1,164 @@
+// Controls: the small parts around the tree: buttons, beats, legend, headline figures, the menu.
+(() => {
+  "use strict";
+  const specdec = (window.specdec ??= {});
+  const { words } = specdec;
+  const { element } = words;
+
+  const ICONS = {
+    back: "M11 3 5 8l6 5z",
+    next: "M5 3l6 5-6 5z",
+    play: "M4 2.5l9 5.5-9 5.5z",
+    pause: "M4 3h3v10H4zM9 3h3v10H9z",
+    larger: "M7 3h2v4h4v2H9v4H7V9H3V7h4z",
+    smaller: "M3 7h10v2H3z",
+    fit: "M2 2h5v2H4v3H2zm7 0h5v5h-2V4H9zM2 9h2v3h3v2H2zm10 0h2v5H9v-2h3z",
+    menu: "M2 7h3v3H2zm4.5 0h3v3h-3zM11 7h3v3h-3z",
+  };
+
+  function icon(name) {
+    return specdec.svg(
+      "svg",
+      { viewBox: "0 0 16 16", class: "icon", "aria-hidden": "true" },
+      specdec.svg("path", { d: ICONS[name] }),
+    );
+  }
+
+  function iconButton(name, label, onClick) {
+    const button = element(
+      "button",
+      { type: "button", class: `icon-button ${name}`, "aria-label": label, title: label },
+      icon(name),
+    );
+    button.addEventListener("click", onClick);
+    return button;
+  }
+
+  function setIcon(button, name, label) {
+    if (button.getAttribute("aria-label") === label) return;
+    button.setAttribute("aria-label", label);
+    button.title = label;
+    button.replaceChildren(icon(name));
+  }
+
+  const BEAT_WORDS = {
+    grow: "Candidates grow from the last token, best guess first.",
+    verify: "One pass of the target scores all of them at once.",
+    prune: "What the target would not have said itself is dropped.",
+    commit: "The path becomes text; the target's own token is the next root.",
+    settled: "",
+  };
+
+  /** The four beats as buttons, the current one lit, with a line that says what it does. */
+  class Beats {
+    constructor(host, onPick) {
+      this.buttons = specdec.BEATS.map((beat) => {
+        const button = element("button", { type: "button", title: BEAT_WORDS[beat], "aria-pressed": "false" }, beat);
+        button.addEventListener("click", () => onPick(beat));
+        return button;
+      });
+      this.words = element("span", { class: "beat-words" });
+      host.append(
+        element("div", { class: "beats", role: "group", "aria-label": "The four beats of a step" }, ...this.buttons),
+        this.words,
+      );
+    }
+
+    show(beat) {
+      this.buttons.forEach((button, i) => button.setAttribute("aria-pressed", String(specdec.BEATS[i] === beat)));
+      if (this.words.textContent !== BEAT_WORDS[beat]) this.words.textContent = BEAT_WORDS[beat];
+    }
+  }
+
+  function legend() {
+    const mark = (kind) =>
+      specdec.svg(
+        "svg",
+        { viewBox: "-7 -7 14 14", class: `key ${kind}`, "aria-hidden": "true" },
+        specdec.svg("path", { d: specdec.MARKS[kind] }),
+      );
+    const item = (sign, text) => element("span", {}, sign, text);
+    return element(
+      "div",
+      { class: "legend" },
+      item(element("i", { class: "key accepted" }), "accepted"),
+      item(element("i", { class: "key rejected" }), "rejected"),
+      item(mark("bonus"), "bonus"),
+      item(mark("recovered"), "recovered"),
+      item(element("i", { class: "key bar" }), "target probability"),
+    );
+  }
+
+  /** [key, words under it, how a record's figures show it]. Every figure is computed by the server. */
+  const FIGURES = [
+    ["tokens per pass", (f) => words.number(f.tokens_per_pass)],
+    ["plain speed", (f) => `${words.number(f.speedup)}×`, () => "measured here"],
+    ["tokens per second", (f) => words.number(f.tokens_per_second, f.tokens_per_second < 100 ? 1 : 0)],
+    [
+      "passes saved",
+      (f) => words.number(f.passes_saved, 0),
+      (f) => `${words.number(f.passes, 0)} passes for ${words.counted(f.tokens, "token")}`,
+    ],
+    [
+      "of drafted accepted",
+      (f) => words.percent(f.acceptance_rate),
+      (f) => `${words.number(f.accepted, 0)} of ${words.number(f.drafted, 0)}`,
+    ],
+  ];
+  const WHY_LOW =
+    "Branches are alternatives: at most one child of each node can win, so most drafted tokens lose by design. " +
+    "They ride along in a pass that is paid for anyway. What makes a reply faster is tokens per pass, not the share accepted.";
+
+  class Figures {
+    constructor(host) {
+      this.cells = FIGURES.map(([name]) => {
+        const value = element("strong", {}, "–");
+        const note = element("span", { class: "note" });
+        return {
+          value,
+          note,
+          cell: element("div", { class: "figure" }, value, element("span", { class: "name" }, name), note),
+        };
+      });
+      const why = element("details", {}, element("summary", {}, "why so few?"), element("p", {}, WHY_LOW));
+      this.cells.at(-1).cell.append(why);
+      host.append(...this.cells.map(({ cell }) => cell));
+    }
+
+    show(record) {
+      this.cells.forEach(({ value, note }, i) => {
+        const [, main, small] = FIGURES[i];
+        value.textContent = record ? main(record.figures) : "–";
+        note.textContent = record && small ? small(record.figures) : "";
+      });
+    }
+  }
+
+  /** A menu button; `entries` are [words, action] pairs. */
+  function menu(label, entries) {
+    const list = element("div", { class: "menu-list" });
+    const details = element(
+      "details",
+      { class: "menu" },
+      element("summary", { "aria-label": label, title: label }, icon("menu")),
+      list,
+    );
+    for (const [text, action] of entries) {
+      const button = element("button", { type: "button" }, text);
+      button.addEventListener("click", () => {
+        details.open = false;
+        action();
+      });
+      list.append(button);
+    }
+    document.addEventListener("click", (event) => !details.contains(event.target) && (details.open = false));
+    details.addEventListener("keydown", (event) => {
+      if (event.key !== "Escape") return;
+      details.open = false;
+      details.querySelector("summary").focus();
+    });
+    return details;
+  }
+
+  specdec.controls = { iconButton, setIcon, Beats, legend, Figures, menu };
+})();

@@ -1,0 +1,120 @@
+// NodeDetails: what is known about one node, shown on hover and on keyboard focus.
+(() => {
+  "use strict";
+  const specdec = (window.specdec ??= {});
+  const { words } = specdec;
+
+  const SOURCE_WORDS = {
+    root: "last committed token",
+    context: "this conversation",
+    recycled: "an earlier pass's guesses",
+    memory: "earlier replies",
+    vocabulary: "common words",
+  };
+  const VERDICT_WORDS = { root: "root: the last committed token", accepted: "accepted", rejected: "rejected" };
+
+  /** [name, value] pairs about a node, or about the target's own token (node "target"). */
+  function describeNode(record, node) {
+    const { tree, verdict, target } = record;
+    if (node === "target") {
+      return [
+        ["token", words.visible(record.next_text, 120)],
+        ["token id", String(verdict.next_token)],
+        ["verdict", words.KIND_WORDS[words.ownKind(record)]],
+      ];
+    }
+    const state = node === 0 ? "root" : verdict.path.includes(node) ? "accepted" : "rejected";
+    const pairs = [
+      ["token", words.visible(record.texts[node], 120)],
+      ["token id", String(tree.token_ids[node])],
+    ];
+    if (node > 0 && tree.scores) pairs.push(["estimated to be accepted", words.percent(tree.scores[node])]);
+    if (node > 0 && target) {
+      pairs.push(["target probability", words.percent(target.probs[node])]);
+      pairs.push(["target rank", target.ranks[node] === 0 ? "1 (its first choice)" : String(target.ranks[node] + 1)]);
+    }
+    if (node > 0 && tree.sources) pairs.push(["drafted from", SOURCE_WORDS[tree.sources[node]] ?? tree.sources[node]]);
+    return [...pairs, ["verdict", VERDICT_WORDS[state]]];
+  }
+
+  const nodeSummary = (record, node) =>
+    describeNode(record, node)
+      .map((pair) => pair.join(" "))
+      .join(", ");
+
+  class NodeDetails {
+    #pointer = null;
+
+    constructor(view) {
+      this.view = view;
+      this.box = words.element("div", { class: "node-details", role: "tooltip", hidden: "" });
+      view.host.append(this.box);
+      const { svg } = view;
+      svg.addEventListener("pointermove", (event) => this.#hover(event));
+      svg.addEventListener("pointerleave", () => this.#leave());
+      svg.addEventListener("focusin", (event) => this.#showFor(event.target.closest("[data-node]")));
+      svg.addEventListener("focusout", () => this.hide());
+      svg.addEventListener("keydown", (event) => this.#key(event));
+    }
+
+    /** The tree was drawn anew: what lies under a resting pointer has changed. */
+    redrawn() {
+      if (!this.#pointer) return this.hide();
+      const under = document.elementFromPoint(this.#pointer.x, this.#pointer.y);
+      this.#showFor(under?.closest?.("[data-node]"));
+    }
+
+    hide() {
+      this.box.hidden = true;
+    }
+
+    #hover(event) {
+      this.#pointer = { x: event.clientX, y: event.clientY };
+      this.#showFor(event.target.closest("[data-node]"));
+    }
+
+    #leave() {
+      this.#pointer = null;
+      this.hide();
+    }
+
+    #showFor(group) {
+      if (!group) return this.hide();
+      const node = group.dataset.node === "target" ? "target" : Number(group.dataset.node);
+      group.setAttribute("aria-label", nodeSummary(this.view.record, node));
+      const list = words.element("dl");
+      for (const [name, value] of describeNode(this.view.record, node)) {
+        list.append(
+          words.element("dt", {}, name),
+          words.element("dd", { class: name === "token" ? "token" : null }, words.element("bdi", {}, value)),
+        );
+      }
+      this.box.replaceChildren(list);
+      this.box.hidden = false;
+      this.#place(group);
+    }
+
+    #place(group) {
+      const host = this.view.host.getBoundingClientRect();
+      const box = group.getBoundingClientRect();
+      const left = Math.max(0, Math.min(box.left - host.left, host.width - this.box.offsetWidth));
+      const below = box.bottom - host.top + 8;
+      const fits = below + this.box.offsetHeight <= host.height + 60;
+      const top = fits ? below : Math.max(0, box.top - host.top - this.box.offsetHeight - 8);
+      this.box.style.transform = `translate(${left}px, ${top}px)`;
+    }
+
+    #key(event) {
+      const group = event.target.closest("[data-node]");
+      if (event.key === "Escape") return this.hide();
+      if (!group || !event.key.startsWith("Arrow")) return;
+      event.preventDefault();
+      event.stopPropagation();
+      const next = this.view.neighbour(group.dataset.node, event.key);
+      if (next !== null) this.view.focusNode(next);
+    }
+  }
+
+  specdec.describeNode = describeNode;
+  specdec.NodeDetails = NodeDetails;
+})();

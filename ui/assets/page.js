@@ -1,0 +1,44 @@
+// The page's own keys, its light and dark, and clean copies. Works by delegation, so it needs no component to be there yet.
+(() => {
+  "use strict";
+  const THEME = "token-tree-chat-theme";
+
+  function typing(target) {
+    return target.closest?.("input, textarea, select, [contenteditable]");
+  }
+
+  addEventListener("keydown", (event) => {
+    if (event.key === "Escape") document.querySelector("#box .stop-button")?.click();
+    if (event.key === "/" && !typing(event.target) && !event.ctrlKey && !event.metaKey && !event.altKey) {
+      document.querySelector("#box textarea")?.focus();
+      event.preventDefault();
+    }
+  });
+
+  /** Light or dark as chosen here, whatever Gradio or the system say. */
+  function applyTheme() {
+    const chosen = localStorage.getItem(THEME);
+    if (chosen) document.body.classList.toggle("dark", chosen === "dark");
+  }
+
+  addEventListener("click", (event) => {
+    if (!event.target.closest?.("[data-action=theme]")) return;
+    localStorage.setItem(THEME, document.body.classList.contains("dark") ? "light" : "dark");
+    applyTheme();
+  });
+
+  function begin() {
+    new MutationObserver(applyTheme).observe(document.body, { attributeFilter: ["class"] });
+    applyTheme();
+  }
+
+  if (document.body) begin();
+  else addEventListener("DOMContentLoaded", begin);
+
+  // What is copied is the text itself: without the word joiners that keep tags inert, and without our lines below it.
+  const clipboard = navigator.clipboard;
+  if (clipboard) {
+    const write = clipboard.writeText.bind(clipboard);
+    clipboard.writeText = (text) => write(text.replace(/([<!])\u2060/g, "$1").replace(/\s*\u2063[^\u2063]*\u2063/g, ""));
+  }
+})();

@@ -1,0 +1,334 @@
+// Panel: puts the parts together and draws, once per animation frame at most.
+(() => {
+  "use strict";
+  const specdec = (window.specdec ??= {});
+  const { words, controls } = specdec;
+  const { element } = words;
+  const SPOKEN_EVERY = 4;
+  const LIVE_EVERY = 0.06;
+  const LARGEST_TRACE = 32 * 1024 * 1024;
+
+  const counters = (window.specdecPanel = {
+    mounts: 0,
+    payloads: 0,
+    draws: 0,
+    drawnSteps: 0,
+    drawMs: 0,
+    longestDrawMs: 0,
+    charts: 0,
+    chartMs: 0,
+  });
+  const seconds = () => performance.now() / 1000;
+
+  const END_WORDS = {
+    eos: "finished",
+    stop_string: "finished at a stop string",
+    stopping_criteria: "finished by a stopping rule",
+    length: "stopped at the token limit",
+    context: "stopped at the context limit",
+    cancelled: "stopped by you",
+  };
+
+  class Panel {
+    #scheduled = false;
+    #drawnAt = -Infinity;
+    #drawnRecord = null;
+    #spokenAt = -Infinity;
+
+    /** `assets`: addresses of style, scripts, page template, Plotly and the recorded example; `openTrace(text)`: checks a trace. */
+    constructor(host, { assets = {}, openTrace = null } = {}) {
+      this.host = host;
+      this.assets = assets;
+      this.openTrace = openTrace;
+      this.feed = new specdec.Feed();
+      this.history = new specdec.History();
+      this.playback = new specdec.Playback(this.history);
+      host.replaceChildren();
+      host.classList.add("specdec");
+      this.#buildTreeCard();
+      this.#buildStripCard();
+      this.#buildFigures();
+      this.charts = new specdec.Charts(host.appendChild(element("div", { class: "charts" })), assets.plotly, counters, () =>
+        this.schedule(),
+      );
+      this.spoken = host.appendChild(element("p", { class: "spoken", "aria-live": "polite" }));
+      host.addEventListener("keydown", (event) => this.#key(event));
+      new ResizeObserver(() => this.schedule()).observe(host);
+      counters.mounts++;
+    }
+
+    #buildTreeCard() {
+      this.title = element("h2", {}, "Step");
+      this.state = element("span", { class: "state" });
+      const head = element(
+        "header",
+        {},
+        this.title,
+        this.state,
+        controls.legend(),
+        controls.menu("Save and open", this.#menuEntries()),
+      );
+      this.equation = element("p", { class: "equation" });
+      this.notice = element("p", { class: "notice", role: "status" });
+      const treeHost = element("div", {});
+      const zoomButtons = element("div", { class: "zoom" });
+      const beatRow = element("div", { class: "row beat-row" });
+      const transport = element("div", { class: "row transport" });
+      this.host.append(
+        element("section", { class: "card tree-card" }, head, this.equation, this.notice, treeHost, beatRow, transport),
+      );
+
+      this.tree = new specdec.TreeView(treeHost);
+      const { zoom } = this.tree;
+      zoomButtons.append(
+        controls.iconButton("smaller", "Zoom out", () => zoom.by(1 / 1.25)),
+        controls.iconButton("larger", "Zoom in", () => zoom.by(1.25)),
+        controls.iconButton("fit", "Fit the tree", () => zoom.fit()),
+      );
+      this.beats = new controls.Beats(beatRow, (beat) => this.#do((now) => this.playback.showBeat(beat, now)));
+      treeHost.append(zoomButtons);
+      this.#buildTransport(transport);
+    }
+
+    #buildTransport(row) {
+      const back = controls.iconButton("back", "Previous step", () =>
+        this.#do(() => this.playback.goTo(this.playback.position - 1)),
+      );
+      const next = controls.iconButton("next", "Next step", () => this.#do((now) => this.playback.stepOn(now)));
+      this.playButton = controls.iconButton("play", "Play", () => this.#togglePlay());
+      this.liveButton = element("button", { type: "button", class: "live-button" }, "live");
+      this.liveButton.addEventListener("click", () => this.#goLive());
+      this.speed = element(
+        "select",
+        { "aria-label": "Speed" },
+        ...specdec.SPEEDS.map(({ name }) => element("option", {}, name)),
+      );
+      this.speed.addEventListener("change", () =>
+        this.#do(() => (this.playback.speed = specdec.SPEEDS[this.speed.selectedIndex])),
+      );
+      this.counter = element("span", { class: "counter" });
+      row.append(element("div", { class: "buttons" }, back, this.playButton, next, this.speed, this.liveButton));
+      this.scrubber = new specdec.Scrubber(row, (position) => this.#do(() => this.playback.goTo(position)));
+      row.append(this.counter);
+    }
+
+    #buildStripCard() {
+      const card = element("section", { class: "card strip-card" });
+      this.host.append(card);
+      this.strip = new specdec.Strip(card, (position) => this.#do(() => this.playback.goTo(position)));
+    }
+
+    #buildFigures() {
+      const card = element("section", { class: "card figures" });
+      this.host.append(card);
+      this.figures = new controls.Figures(card);
+    }
+
+    #menuEntries() {
+      const { download, svgText, pngBlob, graphml, pageText } = specdec.exports;
+      const record = () => this.history.records[this.playback.position];
+      const name = (ending) => `specdec-step-${(record()?.index ?? 0) + 1}.${ending}`;
+      const whenShown = (action) => () => record() && action();
+      const entries = [
+        ["Tree as SVG", whenShown(() => download(svgText(this.tree.svg), "image/svg+xml", name("svg")))],
+        ["Tree as PNG", whenShown(async () => download(await pngBlob(this.tree.svg), "image/png", name("png")))],
+        ["Tree as GraphML", whenShown(() => download(graphml(record()), "application/xml", name("graphml")))],
+        [
+          "Reply as trace (JSON)",
+          whenShown(() => download(JSON.stringify(this.history.toTrace()), "application/json", "specdec-trace.json")),
+        ],
+      ];
+      if (this.assets.page)
+        entries.push([
+          "Reply as a web page",
+          whenShown(async () =>
+            download(await pageText(this.history.toTrace(), this.assets), "text/html", "specdec-trace.html"),
+          ),
+        ]);
+      if (this.openTrace) entries.push(["Open a trace …", () => this.#pickTrace()]);
+      return entries;
+    }
+
+    #pickTrace() {
+      const input = element("input", { type: "file", accept: ".json,application/json" });
+      input.addEventListener("change", async () => {
+        const [file] = input.files;
+        if (!file) return;
+        if (file.size > LARGEST_TRACE) return this.#complain(`${file.name} is larger than ${LARGEST_TRACE / 1048576} MB`);
+        this.receive(await this.openTrace(await file.text()));
+      });
+      input.click();
+    }
+
+    /** Take in a payload string (see ui/panel.py). */
+    receive(text) {
+      counters.payloads++;
+      const { idle, error, shown, grown } = this.feed.receive(text);
+      if (idle) return this.showExample();
+      if (error) return this.#complain(error);
+      if (shown) this.show(shown);
+      else if (grown.run === this.history.run && grown !== this.history) this.#replaceHistory(grown);
+      if (this.history === this.feed.live) this.playback.arrived(seconds());
+      this.schedule();
+    }
+
+    /** Show a history from its beginning (a live one: at its end, following it). */
+    show(history) {
+      this.#replaceHistory(history);
+      this.tree.startRun(history === this.feed.live ? 1 : history.deepest);
+      this.#complain("");
+      if (history === this.feed.live) this.playback.followLive();
+      else this.playback.goTo(0);
+      this.schedule();
+    }
+
+    #replaceHistory(history) {
+      const { live, position } = this.playback;
+      this.history = history;
+      this.playback.setHistory(history);
+      Object.assign(this.playback, { live, position: Math.min(position, history.length - 1) });
+      this.#drawnRecord = null;
+    }
+
+    /** The recorded example that is shown before the first message; it plays by itself unless motion is unwelcome. */
+    async showExample() {
+      if (!this.assets.example) return;
+      const example = await fetch(this.assets.example).then((reply) => reply.json());
+      if (this.feed.live?.state === "streaming") return;
+      this.receive(JSON.stringify({ trace: example, label: "recorded example" }));
+      this.playback.goTo(this.history.records.findIndex((record) => record.token_ids.length >= 3));
+      if (!window.matchMedia("(prefers-reduced-motion: reduce)").matches) this.playback.play(seconds());
+      this.schedule();
+    }
+
+    #complain(text) {
+      this.complaint = text;
+      this.schedule();
+    }
+
+    #do(action) {
+      if (!this.history.length) return;
+      action(seconds());
+      this.schedule();
+    }
+
+    #togglePlay() {
+      this.#do((now) => (this.playback.playing || this.playback.live ? this.playback.pause() : this.playback.play(now)));
+    }
+
+    #goLive() {
+      if (!this.feed.live) return;
+      if (this.history !== this.feed.live) this.#replaceHistory(this.feed.live);
+      this.playback.followLive();
+      this.schedule();
+    }
+
+    #key(event) {
+      if (event.target.closest("select, summary, [data-node]") || event.ctrlKey || event.metaKey || event.altKey) return;
+      const { playback, history } = this;
+      const actions = {
+        ArrowLeft: () => playback.goTo(playback.position - 1),
+        ArrowRight: (now) => playback.stepOn(now),
+        Home: () => playback.goTo(0),
+        End: () => playback.goTo(history.length - 1),
+        PageUp: () => playback.goTo(playback.position - 10),
+        PageDown: () => playback.goTo(playback.position + 10),
+      };
+      if (event.key === " " && !event.target.closest("button")) actions[" "] = () => this.#togglePlay();
+      if (!actions[event.key]) return;
+      event.preventDefault();
+      this.#do(actions[event.key]);
+    }
+
+    /** Draw in the next animation frame; a live reply is drawn at most every LIVE_EVERY, to leave the machine to the engine. */
+    schedule() {
+      if (this.#scheduled) return;
+      this.#scheduled = true;
+      const wait = this.playback.live ? this.#drawnAt + LIVE_EVERY - seconds() : 0;
+      const frame = () => requestAnimationFrame(() => this.#tick());
+      if (wait > 0.004) setTimeout(frame, 1000 * wait);
+      else frame();
+    }
+
+    #tick() {
+      this.#scheduled = false;
+      if (this.host.offsetParent === null) return;
+      const now = seconds();
+      this.#drawnAt = now;
+      this.playback.tick(now);
+      const started = performance.now();
+      this.#draw();
+      counters.draws++;
+      counters.drawMs = performance.now() - started;
+      counters.longestDrawMs = Math.max(counters.longestDrawMs, counters.drawMs);
+      this.charts.show(this.history, this.playback.position, this.playback.live);
+      this.charts.tick(now);
+      if (this.playback.moving) this.schedule();
+      else if (this.charts.pending) setTimeout(() => this.schedule(), 120);
+    }
+
+    #draw() {
+      const { history, playback } = this;
+      const { position, beat } = playback;
+      const record = history.records[position];
+      this.#drawState(record);
+      this.beats.show(record ? beat : "settled");
+      controls.setIcon(
+        this.playButton,
+        playback.playing || playback.live ? "pause" : "play",
+        playback.playing || playback.live ? "Pause" : "Play",
+      );
+      this.scrubber.show(history, position);
+      this.strip.show(history, position, beat !== "grow" && beat !== "verify");
+      if (!record) return this.#drawEmpty();
+      if (beat !== "settled") this.tree.host.style.setProperty("--beat", `${playback.beatSeconds}s`);
+      this.tree.show(record, beat);
+      if (record === this.#drawnRecord) return;
+      this.#drawnRecord = record;
+      counters.drawnSteps++;
+      this.title.textContent = `Step ${record.index + 1}`;
+      this.counter.textContent = `${position + 1} / ${history.length}`;
+      this.equation.replaceChildren(
+        ...words.equation(record).map(([text, kind]) => (kind ? element("b", { class: kind }, text) : text)),
+      );
+      this.figures.show(record);
+      this.#speak(record);
+    }
+
+    #drawEmpty() {
+      this.#drawnRecord = null;
+      this.tree.clear();
+      this.title.textContent = "Step";
+      this.counter.textContent = "";
+      this.equation.textContent =
+        this.history.state === "waiting" ? "Reading the prompt …" : "Send a message to watch the draft tree grow.";
+      this.figures.show(null);
+    }
+
+    #drawState(record) {
+      const { history, playback } = this;
+      const running = history === this.feed.live && ["waiting", "streaming"].includes(history.state);
+      const liveRun = ["waiting", "streaming"].includes(this.feed.live?.state);
+      const ended = history.error ? "failed" : (END_WORDS[history.finishReason] ?? "stopped");
+      const label = history.label === "live" && !running ? ended : (history.label ?? "");
+      if (this.state.textContent !== label) this.state.textContent = label;
+      this.state.className = `state ${running ? "running" : ""} ${label ? "" : "empty"}`;
+      this.liveButton.hidden = !liveRun;
+      this.liveButton.setAttribute("aria-pressed", String(playback.live && running));
+      const gap = history.missing ? `${words.counted(history.missing, "step")} did not reach this page.` : "";
+      const inactive = record?.note ?? history.note;
+      const notice = this.complaint || history.error || inactive || gap;
+      if (this.notice.textContent !== notice) this.notice.textContent = notice;
+      this.notice.classList.toggle("error", Boolean(this.complaint || history.error));
+    }
+
+    #speak(record) {
+      const now = seconds();
+      if (this.playback.playing || (this.playback.live && now - this.#spokenAt < SPOKEN_EVERY)) return;
+      this.#spokenAt = now;
+      this.spoken.textContent = `Step ${record.index + 1}. ${words.equationText(record)}`;
+    }
+  }
+
+  specdec.Panel = Panel;
+})();

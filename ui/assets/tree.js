@@ -1,0 +1,273 @@
+// TreeView: draws the token tree of one step as SVG into a host element. Several can live side by side.
+(() => {
+  "use strict";
+  const specdec = (window.specdec ??= {});
+  const { words, Zoom, layoutTree } = specdec;
+  const SVG = "http://www.w3.org/2000/svg";
+  const ROW = 33;
+  const MARGIN = 14;
+  const FIRST_ROW = 22;
+  const GAP = 20;
+  const WIDEST = 132;
+  const ROOMY = 100;
+  const NARROWEST = 44;
+  const LONGEST_LABEL = 110;
+  const LONGEST_INNER = WIDEST - GAP - 14;
+  const LABEL_FONT = "12.5px ui-monospace, 'SF Mono', SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
+
+  function svg(tag, attributes = {}, ...children) {
+    const node = document.createElementNS(SVG, tag);
+    for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+    node.append(...children);
+    return node;
+  }
+
+  const pen = document.createElement("canvas").getContext("2d");
+  pen.font = LABEL_FONT;
+
+  const widths = new Map();
+
+  function widthOf(shown) {
+    if (widths.size > 5000) widths.clear();
+    if (!widths.has(shown)) widths.set(shown, pen.measureText(shown).width);
+    return widths.get(shown);
+  }
+
+  /** `text` shown in at most `room` pixels, with an ellipsis where it was cut. */
+  function label(text, room) {
+    let shown = words.visible(text, 24);
+    while (shown.length > 2 && widthOf(shown) > room) shown = words.visible(text, Array.from(shown).length - 1);
+    return { shown, width: Math.max(16, widthOf(shown)) };
+  }
+
+  /** The marks of the target's own tokens, as paths: a star for a bonus, a turn for a recovered token, a dot without a draft. */
+  const MARKS = {
+    bonus: "M0-5.2 1.4-1.4 5.2 0 1.4 1.4 0 5.2-1.4 1.4-5.2 0-1.4-1.4Z",
+    recovered: "M-4.6-3.6V-.4a2.6 2.6 0 0 0 2.6 2.6H1.2V4.8L5.2 1.2 1.2-2.4V.2H-1.6A.9.9 0 0 1-2.5-.7V-3.6Z",
+    plain: "M-2.4 0a2.4 2.4 0 1 0 4.8 0a2.4 2.4 0 1 0-4.8 0Z",
+  };
+
+  class TreeView {
+    #layout = null;
+    #record = null;
+    #expanded = false;
+    #deepest = 1;
+
+    /** `rows`: how many rows are drawn before "+n more"; `describe`: whether nodes show details on hover and focus. */
+    constructor(host, { rows = 9, describe = true } = {}) {
+      this.rows = rows;
+      this.host = host;
+      host.classList.add("specdec-tree");
+      this.branches = svg("g", { class: "branches" });
+      this.path = svg("g", { class: "path" });
+      this.group = svg("g", {}, this.branches, this.path);
+      this.svg = svg("svg", { class: "tree", role: "group", "aria-label": "Token tree of this step", height: this.height });
+      this.svg.append(this.group);
+      this.zoom = new Zoom(this.svg, this.group);
+      host.append(this.svg);
+      this.details = describe ? new specdec.NodeDetails(this) : null;
+      this.svg.addEventListener("click", (event) => event.target.closest(".more") && this.toggleMore());
+      this.width = host.clientWidth;
+      new ResizeObserver(() => this.#resized()).observe(host);
+    }
+
+    get height() {
+      return FIRST_ROW + this.rows * ROW - 8;
+    }
+
+    get record() {
+      return this.#record;
+    }
+
+    /** A new reply: the view fits again, and columns are as wide as they can be. `deepest`: its deepest tree, where known. */
+    startRun(deepest = 1) {
+      this.#deepest = deepest;
+      this.#expanded = false;
+      this.zoom.reset();
+    }
+
+    /**
+     * Draw a record in one of the beats: grow, verify, prune, commit, or settled (all of it at once, without motion).
+     * A beat of the record that is already drawn only moves it on; nothing is rebuilt.
+     */
+    show(record, beat = "settled") {
+      if (record !== this.#record) {
+        this.#record = record;
+        this.#draw();
+      }
+      this.svg.classList.toggle("still", beat === "settled");
+      this.svg.dataset.beat = beat;
+    }
+
+    #resized() {
+      this.width = this.host.clientWidth;
+      if (this.#record) this.#draw();
+    }
+
+    clear() {
+      this.#record = null;
+      this.branches.replaceChildren();
+      this.path.replaceChildren();
+    }
+
+    toggleMore() {
+      this.#expanded = !this.#expanded;
+      this.#draw();
+    }
+
+    #draw() {
+      const record = this.#record;
+      const focused = this.svg.contains(document.activeElement) ? document.activeElement.dataset.node : undefined;
+      const layout = (this.#layout = layoutTree(record, this.#expanded ? Infinity : this.rows));
+      this.#deepest = Math.max(this.#deepest, layout.target.depth, ...layout.nodes.map((node) => node.depth));
+      const labels = layout.nodes.map(({ node, endsRow }) =>
+        label(record.texts[node], endsRow ? LONGEST_LABEL : LONGEST_INNER),
+      );
+      const columns = this.#columns(layout, labels);
+      const at = (spot) => ({ x: columns[spot.depth], y: FIRST_ROW + spot.row * ROW });
+      const placed = new Map(layout.nodes.map((spot, i) => [spot.node, { ...spot, ...at(spot), ...labels[i] }]));
+      const rejected = { nodes: [], edges: [] };
+      const kept = { nodes: [], edges: [] };
+      for (const spot of placed.values()) {
+        const into = spot.onPath ? kept : rejected;
+        if (spot.node > 0) into.edges.push(this.#edge(placed.get(spot.parent), spot, spot.onPath ? "accepted" : "rejected"));
+        into.nodes.push(this.#node(spot));
+      }
+      const target = { ...at(layout.target), ...label(record.next_text, LONGEST_LABEL) };
+      kept.edges.push(this.#edge(placed.get(layout.target.parent), target, "target"));
+      kept.nodes.push(this.#targetNode(target));
+      if (layout.more > 0 || this.#expanded)
+        rejected.nodes.push(this.#moreNode(at({ depth: 1, row: layout.rowCount - 1 + (this.#expanded ? 1 : 0) })));
+
+      this.branches.replaceChildren(...rejected.edges, ...rejected.nodes);
+      this.path.replaceChildren(...kept.edges, ...kept.nodes);
+      this.svg.style.setProperty("--slide", `${MARGIN - target.x}px`);
+      const keep = target.x + target.width + 38;
+      const width = Math.max(keep, ...[...placed.values()].map((spot) => spot.x + spot.width + 22));
+      this.zoom.setContent({ room: this.width, width, keep });
+      if (focused !== undefined) this.focusNode(focused);
+      this.details?.redrawn();
+    }
+
+    /** The x of each depth: evenly spaced where the reply's deepest tree has room for that, else as close as labels allow. */
+    #columns({ nodes, target }, labels) {
+      const pitch = Math.min(WIDEST, (this.width - 2 * MARGIN) / (this.#deepest + 1));
+      const needed = Array(Math.max(target.depth, ...nodes.map(({ depth }) => depth)) + 1).fill(NARROWEST);
+      nodes.forEach(({ depth, endsRow }, i) => {
+        if (!endsRow) needed[depth] = Math.max(needed[depth], labels[i].width + 14 + GAP);
+      });
+      let x = MARGIN;
+      return needed.map((width) => {
+        const start = x;
+        x += Math.max(width, pitch >= ROOMY ? pitch : 0);
+        return start;
+      });
+    }
+
+    #edge(from, to, state) {
+      const x = from.x + from.width + 14;
+      const bend = Math.min(44, (to.x - x) * 0.6);
+      const d =
+        from.y === to.y
+          ? `M${x} ${from.y}H${to.x}`
+          : `M${x} ${from.y}C${x + bend} ${from.y} ${to.x - bend} ${to.y} ${to.x} ${to.y}`;
+      return svg("path", { class: `edge ${state}`, d });
+    }
+
+    #node(spot) {
+      const { node, x, y, shown, width } = spot;
+      const state = node === 0 ? "root" : spot.onPath ? "accepted" : "rejected";
+      const box = width + 14;
+      const inner = svg("g", { class: "inner", style: `--order:${node}` });
+      inner.append(svg("rect", { class: "box", x: 0, y: -11.5, width: box, height: 23, rx: 6 }));
+      inner.append(this.#text(shown, 7));
+      const prob = this.#record.target?.probs[node];
+      if (node > 0 && prob !== undefined) {
+        inner.append(svg("rect", { class: "track", x: 2, y: 13.5, width: box - 4, height: 3, rx: 1.5 }));
+        inner.append(svg("rect", { class: "bar", x: 2, y: 13.5, width: Math.max(1, prob * (box - 4)), height: 3, rx: 1.5 }));
+      }
+      return svg(
+        "g",
+        {
+          class: `node ${state}`,
+          "data-node": node,
+          transform: `translate(${x.toFixed(1)} ${y})`,
+          role: "img",
+          tabindex: node === 0 ? 0 : -1,
+          "aria-label": `${shown}, ${state}`,
+        },
+        inner,
+      );
+    }
+
+    #text(shown, x) {
+      const text = svg("text", { x, y: 4.2 });
+      text.textContent = shown;
+      return text;
+    }
+
+    #targetNode({ x, y, shown, width }) {
+      const kind = words.ownKind(this.#record);
+      const inner = svg("g", { class: "inner" });
+      inner.append(svg("rect", { class: "box", x: 0, y: -11.5, width: width + 30, height: 23, rx: 6 }));
+      inner.append(svg("path", { class: "mark", d: MARKS[kind], transform: "translate(12 0)" }));
+      inner.append(this.#text(shown, 22));
+      return svg(
+        "g",
+        {
+          class: `node target ${kind}`,
+          "data-node": "target",
+          transform: `translate(${x.toFixed(1)} ${y})`,
+          role: "img",
+          tabindex: -1,
+          "aria-label": `${shown}, ${kind}`,
+        },
+        inner,
+      );
+    }
+
+    #moreNode({ x, y }) {
+      const shown = this.#expanded ? "show fewer" : `+${this.#layout.more} more`;
+      const inner = svg("g", { class: "inner" });
+      inner.append(svg("rect", { class: "box", x: 0, y: -11.5, width: 6.4 * shown.length + 20, height: 23, rx: 11.5 }));
+      inner.append(this.#text(shown, 9));
+      const node = svg(
+        "g",
+        { class: "more", role: "button", tabindex: 0, "aria-label": shown, transform: `translate(${x} ${y})` },
+        inner,
+      );
+      node.addEventListener(
+        "keydown",
+        (event) => (event.key === "Enter" || event.key === " ") && (event.preventDefault(), this.toggleMore()),
+      );
+      return node;
+    }
+
+    focusNode(node) {
+      const found = this.svg.querySelector(`[data-node="${node}"]`) ?? this.svg.querySelector('[data-node="0"]');
+      found?.focus({ preventScroll: true });
+    }
+
+    /** The node that an arrow key leads to from `node`: along the path and branches, or up and down in drawing order. */
+    neighbour(node, key) {
+      const { nodes, target } = this.#layout;
+      if (node === "target") return key === "ArrowLeft" ? target.parent : null;
+      const spot = nodes.find((other) => other.node === Number(node));
+      if (!spot) return null;
+      if (key === "ArrowLeft") return spot.node === 0 ? null : spot.parent;
+      if (key === "ArrowRight")
+        return spot.node === target.parent ? "target" : (nodes.find((other) => other.parent === spot.node)?.node ?? null);
+      const rows = nodes.filter((other) => (key === "ArrowDown" ? other.row > spot.row : other.row < spot.row));
+      rows.sort(
+        (a, b) =>
+          Math.abs(a.row - spot.row) - Math.abs(b.row - spot.row) ||
+          Math.abs(a.depth - spot.depth) - Math.abs(b.depth - spot.depth),
+      );
+      return rows[0]?.node ?? null;
+    }
+  }
+
+  specdec.svg = svg;
+  specdec.MARKS = MARKS;
+  specdec.TreeView = TreeView;
+})();

@@ -1,0 +1,121 @@
+// Words: how tokens, numbers and steps read. Token text is hostile: it only ever becomes textContent, after visible().
+(() => {
+  "use strict";
+  const specdec = (window.specdec ??= {});
+
+  const SHOWN = { "\n": "⏎", "\t": "⇥", "\r": "␍" };
+  const INVISIBLE = /[\s\p{Cc}\p{Cf}\p{Zl}\p{Zp}]/gu;
+
+  /** Token text with its spaces, line breaks and invisible characters made visible, at most `limit` characters long. */
+  function visible(text, limit = 80, space = "·") {
+    const head = text.slice(0, 4 * limit).toWellFormed();
+    const show = (c) => (c === " " ? space : (SHOWN[c] ?? `‹${c.codePointAt(0).toString(16)}›`));
+    const shown = Array.from(head.replace(INVISIBLE, show));
+    const cut = shown.length > limit || text.length > 4 * limit;
+    return cut ? shown.slice(0, limit - 1).join("") + "…" : shown.join("") || "∅";
+  }
+
+  /** Token text for running prose: plain spaces stay spaces, a line break is shown where it stands. */
+  function prose(text, limit = 400) {
+    return text === "" ? "" : visible(text, limit, " ");
+  }
+
+  const isDrafted = (record) => record.tree.token_ids.length > 1;
+  const agreedCount = (record) => record.verdict.path.length - 1;
+  /** Drafted tokens that were emitted: all that the target agreed with, but for those after a stop. */
+  const acceptedCount = (record) => Math.min(record.token_ids.length, agreedCount(record));
+
+  /** bonus | recovered | plain: what the target's own token of a step is. */
+  const ownKind = (record) => (isDrafted(record) ? record.verdict.kind : "plain");
+
+  /** accepted | bonus | recovered | plain: where the `i`-th emitted token of a step came from. */
+  function kindOf(record, i) {
+    return i < acceptedCount(record) ? "accepted" : ownKind(record);
+  }
+
+  const KIND_WORDS = {
+    accepted: "accepted draft",
+    bonus: "bonus: the target's own token after a fully accepted path",
+    recovered: "recovered: the target's own token where it disagreed",
+    plain: "plain: the target's own token, nothing was drafted",
+  };
+
+  function branchCount(tree) {
+    const parents = new Set(tree.parents);
+    return tree.parents.reduce((count, parent, node) => count + (node > 0 && !parents.has(node) ? 1 : 0), 0);
+  }
+
+  const counted = (n, noun, plural = noun + "s") => `${n} ${n === 1 ? noun : plural}`;
+
+  /** The step in one sentence, as [text, kind | null] pieces; `kind` colours a number like the tokens it counts. */
+  function equation(record) {
+    const emitted = record.token_ids.length;
+    const gave = [
+      ["one pass gave ", null],
+      [String(emitted), "accepted"],
+      [emitted === 1 ? " token." : " tokens.", null],
+    ];
+    if (!isDrafted(record)) return [["Nothing was drafted: ", null], ...gave];
+    const drafted = record.tree.token_ids.length - 1;
+    const accepted = agreedCount(record);
+    const start = `Drafted ${counted(drafted, "token")} in ${counted(branchCount(record.tree), "branch", "branches")}; the target `;
+    if (accepted === 0) {
+      return [[start + "agreed with none and chose ", null], [String(emitted), "target"], [" itself: ", null], ...gave];
+    }
+    if (emitted <= accepted)
+      return [[start + "agreed with ", null], [String(accepted), "accepted"], [" and the reply ends here: ", null], ...gave];
+    return [
+      [start + "agreed with ", null],
+      [String(accepted), "accepted"],
+      [" and added ", null],
+      ["1", "target"],
+      [": ", null],
+      ...gave,
+    ];
+  }
+
+  const equationText = (record) =>
+    equation(record)
+      .map(([text]) => text)
+      .join("");
+
+  /** A number for people: 1.87, 58.3, 1,204; a dash where there is none. */
+  function number(value, digits = 2) {
+    if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+    return value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+  }
+
+  function percent(value) {
+    if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+    return `${number(100 * value, value > 0 && value < 0.0995 ? 1 : 0)} %`;
+  }
+
+  /** Plotly parses pseudo-HTML in every label: nothing of it may survive. */
+  const plotlyText = (text) => String(text).replace(/[&<>]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;" })[c]);
+
+  /** A new HTML element: element("p", {class: "x"}, "text", child, ...). */
+  function element(tag, attributes = {}, ...children) {
+    const node = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes)) if (value !== null) node.setAttribute(name, value);
+    node.append(...children);
+    return node;
+  }
+
+  specdec.words = {
+    visible,
+    prose,
+    isDrafted,
+    acceptedCount,
+    ownKind,
+    kindOf,
+    KIND_WORDS,
+    branchCount,
+    counted,
+    equation,
+    equationText,
+    number,
+    percent,
+    plotlyText,
+    element,
+  };
+})();

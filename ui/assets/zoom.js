@@ -1,0 +1,92 @@
+// Zoom and pan of an SVG group. Fits by itself until the user takes over; then the user's view survives every redraw.
+(() => {
+  "use strict";
+  const specdec = (window.specdec ??= {});
+  const SMALLEST = 0.7;
+  const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
+
+  class Zoom {
+    #drag = null;
+
+    constructor(svg, group) {
+      this.svg = svg;
+      this.group = group;
+      this.content = { room: 1, width: 1, keep: 1 };
+      this.reset();
+      svg.addEventListener("pointerdown", (event) => this.#grab(event));
+      svg.addEventListener("pointermove", (event) => this.#move(event));
+      for (const end of ["pointerup", "pointercancel"]) svg.addEventListener(end, () => this.#release());
+      svg.addEventListener("wheel", (event) => this.#wheel(event), { passive: false });
+      svg.addEventListener("dblclick", () => this.fit());
+    }
+
+    reset() {
+      this.user = false;
+      this.view = { scale: 1, x: 0, y: 0 };
+    }
+
+    /** What is drawn: its width, the `room` there is, and `keep`, the x that must stay in sight (the end of the accepted path). */
+    setContent(content) {
+      this.content = content;
+      if (!this.user) this.#fitView();
+      this.#apply();
+    }
+
+    fit() {
+      this.user = false;
+      this.#fitView();
+      this.#apply();
+    }
+
+    #fitView() {
+      const { room, width, keep } = this.content;
+      const scale = clamp(room / width, SMALLEST, 1);
+      this.view = { scale, x: Math.min(0, room - keep * scale), y: 0 };
+    }
+
+    by(factor, x = this.svg.clientWidth / 2, y = this.svg.clientHeight / 2) {
+      const scale = clamp(this.view.scale * factor, 0.25, 3);
+      const ratio = scale / this.view.scale;
+      this.view = { scale, x: x - (x - this.view.x) * ratio, y: y - (y - this.view.y) * ratio };
+      this.user = true;
+      this.#apply();
+    }
+
+    #apply() {
+      const { scale, x, y } = this.view;
+      this.group.setAttribute("transform", `translate(${x.toFixed(1)} ${y.toFixed(1)}) scale(${scale.toFixed(3)})`);
+    }
+
+    #grab(event) {
+      if (event.button !== 0) return;
+      this.#drag = { startX: event.clientX, startY: event.clientY, x: this.view.x, y: this.view.y, moved: false };
+    }
+
+    #move(event) {
+      if (!this.#drag) return;
+      const dx = event.clientX - this.#drag.startX;
+      const dy = event.clientY - this.#drag.startY;
+      if (!this.#drag.moved && Math.hypot(dx, dy) < 4) return;
+      if (!this.#drag.moved) this.svg.setPointerCapture(event.pointerId);
+      this.#drag.moved = true;
+      this.user = true;
+      this.svg.classList.add("dragging");
+      this.view = { ...this.view, x: this.#drag.x + dx, y: this.#drag.y + dy };
+      this.#apply();
+    }
+
+    #release() {
+      this.#drag = null;
+      this.svg.classList.remove("dragging");
+    }
+
+    #wheel(event) {
+      if (!event.ctrlKey && !event.metaKey) return;
+      event.preventDefault();
+      const box = this.svg.getBoundingClientRect();
+      this.by(Math.exp(-event.deltaY / 300), event.clientX - box.left, event.clientY - box.top);
+    }
+  }
+
+  specdec.Zoom = Zoom;
+})();

@@ -1,0 +1,226 @@
+"""The chat's event handlers: what a click or a key does to the chat of its tab, and what the page shows of it.
+
+Every handler finds its chat by the session of the request; nothing of one tab is reachable from another.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import gradio as gr
+
+from specdec.engine import SpeculativeEngine
+from specdec.text import token_texts
+from ui.audits import GOOD, PREFIX, check
+from ui.chats import Chat, Message, Tabs, Writing, read_messages
+from ui.compare import Comparisons
+from ui.inert import inert, original
+from ui.panel import PanelFeed
+from ui.replies import Replies
+from ui.settings import Settings
+
+SKIP = gr.skip()
+"""Leaves a component as it is."""
+_SEPARATOR = "\N{INVISIBLE SEPARATOR}"
+_THINK, _THOUGHT = "<think>", "</think>"
+
+Frame = tuple[Any, Any, Any, Any, Any]
+"""Values of the components (chatbot, box, panel, meter, shelf)."""
+
+
+class ChatHandlers:
+    """Event handlers over one engine; each takes the page's setting fields last, in the order of `Settings.read`."""
+
+    def __init__(self, engine: SpeculativeEngine) -> None:
+        self.engine = engine
+        self.tabs = Tabs()
+        self.replies = Replies(engine)
+        self.comparisons = Comparisons(self.replies)
+        self.model_facts = {
+            "name": engine.name,
+            "dtype": str(engine.model.dtype).removeprefix("torch."),
+            "device": str(engine.target.device),
+        }
+
+    def send(self, text: str, request: gr.Request, *settings: Any) -> Iterator[Frame]:
+        """Answer a new message."""
+        if text.strip():
+            yield from self._ask(_tab(request), text, settings)
+
+    def example(self, data: gr.SelectData, request: gr.Request, *settings: Any) -> Iterator[Frame]:
+        """Answer a ready-made prompt."""
+        yield from self._ask(_tab(request), str(data.value["text"]), settings)
+
+    def retry(self, request: gr.Request, *settings: Any) -> Iterator[Frame]:
+        """Answer the last question again."""
+        chat = self._chat(request)
+        if chat.messages:
+            yield from self._ask(_tab(request), chat.take_back(len(chat.messages)), settings)
+
+    def edit(self, data: gr.EditData, request: gr.Request, *settings: Any) -> Iterator[Frame]:
+        """Answer a question that was changed; what followed it is gone."""
+        chat = self._chat(request)
+        owners = [number for number, message in enumerate(chat.messages) for _ in show(message)]
+        row = data.index[0] if isinstance(data.index, list | tuple) else data.index
+        if row < len(owners):
+            chat.take_back(owners[row])
+        yield from self._ask(_tab(request), original(_plain(data.value)), settings)
+
+    def undo(self, request: gr.Request) -> Frame:
+        """Take the last question back into the message box."""
+        chat = self._chat(request)
+        text = chat.take_back(len(chat.messages)) if chat.messages else ""
+        return self._frame(chat, box=gr.update(value=text), panel="", shelf=_shelf(chat))
+
+    def stop(self, request: gr.Request) -> None:
+        """End the reply; what it has said stays."""
+        self._chat(request).stop()
+
+    def audit(self, request: gr.Request) -> Frame:
+        """Let the target check the last reply; the verdict stands below it."""
+        chat = self._chat(request)
+        if not chat.messages or chat.messages[-1].state == "writing":
+            return SKIP, SKIP, SKIP, SKIP, SKIP
+        reply = chat.messages[-1]
+        line = check(self.replies, chat, threading.Event())
+        reply.notices = [*(notice for notice in reply.notices if PREFIX not in notice), line]
+        return self._frame(chat, shelf=_shelf(chat))
+
+    def clear(self, request: gr.Request) -> Frame:
+        """Begin a new chat; the old one stays on the shelf."""
+        return self._frame(self.tabs.new(_tab(request)), box=_idle_box(), panel="", shelf=_shelf(None))
+
+    def open(self, data: gr.EventData, request: gr.Request) -> Frame:
+        """Show a saved chat that the page hands in."""
+        try:
+            messages = read_messages(data.messages)
+        except (ValueError, AttributeError):
+            gr.Warning("This saved chat cannot be read; it may come from another version.")
+            return SKIP, SKIP, SKIP, SKIP, SKIP
+        chat = self.tabs.open(_tab(request), str(data.id), messages)
+        return self._frame(chat, box=_idle_box(), panel="", shelf=_shelf(chat))
+
+    def leave(self, request: gr.Request) -> None:
+        """The tab was closed or reloaded."""
+        self.tabs.close(_tab(request))
+        self.comparisons.stop(_tab(request))
+
+    def api(
+        self,
+        message: str,
+        request: gr.Request,
+        system_prompt: str = "",
+        max_tokens: int = 512,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        decoding: str = "tree",
+        budget: str = "auto",
+    ) -> Iterator[str]:
+        """Chat with the model: the reply to ``message``, growing. The turns of one client session are one conversation.
+
+        temperature 0 is greedy. decoding: "tree", "linear" or "plain"; budget: "auto" or a number of nodes.
+        """
+        settings = Settings.read(decoding, budget, temperature, top_p, seed, max_tokens, system_prompt)
+        chat = self._chat(request)
+        writing = chat.ask(message)
+        reply = writing.reply
+        for steps in self.replies.write(chat, writing, settings, details=False):
+            if steps:
+                yield reply.text
+        if reply.state == "failed":
+            raise gr.Error(reply.notices[-1], print_exception=False)
+        yield reply.text
+
+    def _ask(self, tab: str, text: str, values: tuple[Any, ...]) -> Iterator[Frame]:
+        """Answer ``text`` in the tab's chat, for as long as the tab shows it."""
+        settings = Settings.read(*values)
+        chat = self.tabs.chat(tab)
+        writing = chat.ask(text)
+        reply = writing.reply
+        feed = PanelFeed(
+            self.model_facts,
+            settings.facts(),
+            chat.prompt(settings.system_prompt),
+            partial(token_texts, self.engine.tokenizer),
+        )
+        yield self._frame(chat, box=_busy_box(), panel=feed.start(), shelf=_shelf(chat))
+        with closing(self.replies.write(chat, writing, settings, details=True)) as batches:
+            for steps in batches:
+                if self._shows(tab, chat, writing):
+                    yield self._frame(chat, panel=feed.steps(steps) if steps else SKIP)
+        if self._shows(tab, chat, writing):
+            end = feed.error(reply.notices[-1]) if reply.state == "failed" else feed.end()
+            yield self._frame(chat, box=_idle_box(), panel=end, meter=self._meter(chat), shelf=_shelf(chat))
+
+    def _shows(self, tab: str, chat: Chat, writing: Writing) -> bool:
+        """Whether the tab still shows this reply: not another chat, nor the next reply."""
+        return self.tabs.shows(tab, chat) and chat.writing is writing
+
+    def _chat(self, request: gr.Request) -> Chat:
+        return self.tabs.chat(_tab(request))
+
+    def _frame(self, chat: Chat, box: Any = SKIP, panel: Any = SKIP, meter: Any = None, shelf: Any = SKIP) -> Frame:
+        meter = SKIP if meter is None and chat.messages else meter or ""
+        return [row for message in chat.messages for row in show(message)], box, panel, meter, shelf
+
+    def _meter(self, chat: Chat) -> str:
+        if chat.conversation is None:
+            return ""
+        used, limit = len(chat.conversation.token_ids), self.engine.target.context_limit
+        share = min(100 * used / limit, 100)
+        return (
+            f'<div role="meter" aria-label="context used" aria-valuemin="0" aria-valuemax="{limit}" aria-valuenow="{used}">'
+            f'<span class="track"><span style="width:{share:.1f}%"></span></span>context {used:,} of {limit:,}</div>'
+        )
+
+
+def show(message: Message) -> list[dict[str, Any]]:
+    """A message as rows of the chatbot: folded reasoning if there is any, inert text, and below it our own lines.
+
+    The lines are a part of their own; the invisible separators around it are for the page's copy button, which leaves it out.
+    """
+    rows: list[dict[str, Any]] = []
+    text = message.text
+    if message.role == "assistant" and text.lstrip().startswith(_THINK):
+        thought, closed, text = text.lstrip().removeprefix(_THINK).partition(_THOUGHT)
+        fold = {"title": "Reasoning", "status": "done" if closed else "pending"}
+        rows.append({"role": "assistant", "content": inert(thought.strip()), "metadata": fold})
+        text = text.lstrip("\n")
+    lines = [f"***{notice}***" if notice.startswith(GOOD) else f"*{notice}*" for notice in message.notices]
+    if message.state == "failed":
+        lines[-1:] = [f"**{inert(notice).replace('*', '')}**" for notice in message.notices[-1:]]
+    lines += [message.footer] if message.footer else []
+    parts = [inert(text)]
+    if lines:
+        parts.append(_SEPARATOR + "  \n".join(lines) + _SEPARATOR)
+    rows.append({"role": message.role, "content": [{"type": "text", "text": part} for part in parts]})
+    return rows
+
+
+def _plain(value: Any) -> str:
+    """The text of an edited message, which comes as text or as a list of parts."""
+    if isinstance(value, list):
+        return "".join(map(_plain, value))
+    return str(value["text"]) if isinstance(value, dict) else str(value)
+
+
+def _tab(request: gr.Request) -> str:
+    return request.session_hash or "no session"
+
+
+def _shelf(chat: Chat | None) -> str:
+    return json.dumps({"current": chat.id if chat else None, "chat": chat.to_json() if chat and chat.messages else None})
+
+
+def _busy_box() -> Any:
+    return gr.update(value="", submit_btn=False, stop_btn=True)
+
+
+def _idle_box() -> Any:
+    return gr.update(submit_btn=True, stop_btn=False)

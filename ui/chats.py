@@ -1,0 +1,212 @@
+"""Chats: what was said in each browser tab, and the engine's memory of it.
+
+The server holds the chat of every open tab, so a reply that nobody receives any more is still kept. A closed tab gives
+its K/V back at once; its text is remembered for a while, so that a reloaded page finds even a half-finished reply again.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from specdec.engine import Conversation
+from specdec.prompt import Prompt
+from ui.settings import Settings
+
+Role = Literal["user", "assistant"]
+State = Literal["writing", "done", "stopped", "failed"]
+
+MAX_WARM = 8
+"""Chats that keep their K/V; the least recently used gives it up first and is simply read again when it goes on."""
+MAX_TABS = 256
+MAX_CLOSED = 256
+MAX_TEXT = 2_000_000
+"""Characters of a saved chat that the page may hand in."""
+
+
+@dataclass(slots=True)
+class Message:
+    """One message. ``notices`` are lines of ours below a reply, ``footer`` its figures."""
+
+    role: Role
+    text: str = ""
+    state: State = "done"
+    notices: list[str] = field(default_factory=list)
+    footer: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """As the browser stores it."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def read(cls, raw: Any) -> Message:
+        """A message as the browser stored it; raises ValueError for anything else."""
+        match raw:
+            case {"role": "user" | "assistant" as role, "text": str(text)}:
+                footer, notices = raw.get("footer", ""), raw.get("notices", [])
+                state: State = (
+                    "stopped" if raw.get("state") == "stopped" else "failed" if raw.get("state") == "failed" else "done"
+                )
+                lines = [line for line in notices if isinstance(line, str)] if isinstance(notices, list) else []
+                return cls(role, text, state, lines, footer if isinstance(footer, str) else "")
+        raise ValueError("not a message")
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """A reply that is being written; set ``stop`` and it ends within a step."""
+
+    reply: Message
+    stop: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What was decoded, exactly: the prompt, every emitted token, and the settings."""
+
+    prompt: Prompt
+    token_ids: tuple[int, ...]
+    settings: Settings
+
+
+@dataclass(slots=True, eq=False)
+class Chat:
+    """One conversation as a tab shows it: questions, each followed by its reply.
+
+    ``conversation`` is the engine's side of it, None while it holds no K/V. ``writing`` is the latest reply's,
+    ``finished`` the latest one that was decoded here, for whoever wants to check it.
+    """
+
+    id: str = field(default_factory=lambda: secrets.token_hex(16))
+    messages: list[Message] = field(default_factory=list)
+    conversation: Conversation | None = None
+    writing: Writing | None = None
+    finished: Finished | None = None
+
+    def ask(self, question: str) -> Writing:
+        """Add a question and its reply, still to be written; one that is being written ends."""
+        self.stop()
+        reply = Message("assistant", state="writing")
+        self.messages += [Message("user", question), reply]
+        self.writing = Writing(reply)
+        return self.writing
+
+    def stop(self) -> None:
+        """End the reply that is being written, if any."""
+        if self.writing is not None:
+            self.writing.stop.set()
+
+    def take_back(self, index: int) -> str:
+        """Remove the question at or before message ``index`` with all that followed it; the question's text."""
+        self.stop()
+        question = max(min(index, len(self.messages) - 1), 0) // 2 * 2
+        text = self.messages[question].text
+        del self.messages[question:]
+        return text
+
+    def prompt(self, system_prompt: str) -> list[dict[str, str]]:
+        """What the model is to read: every question with its reply, then the open question.
+
+        A question that got no reply (it failed, or was stopped at once) is left out: many chat templates insist on
+        questions and answers in turn.
+        """
+        prompt = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        *earlier, (open_question, _) = zip(self.messages[::2], self.messages[1::2], strict=True)
+        for question, reply in earlier:
+            if reply.text:
+                prompt += [{"role": "user", "content": question.text}, {"role": "assistant", "content": reply.text}]
+        return [*prompt, {"role": "user", "content": open_question.text}]
+
+    def title(self) -> str:
+        """The first words of the first question."""
+        words = " ".join(self.messages[0].text.split()) if self.messages else ""
+        return words if len(words) <= 60 else words[:59].rstrip() + "…"
+
+    def to_json(self) -> dict[str, Any]:
+        """As the browser stores it."""
+        return {"id": self.id, "title": self.title(), "messages": [message.to_json() for message in self.messages]}
+
+
+def read_messages(raw: Any) -> list[Message]:
+    """The messages of a chat as the browser stored it. Raises ValueError for anything else."""
+    if not isinstance(raw, list):
+        raise ValueError("no list of messages")
+    messages = [Message.read(message) for message in raw]
+    if [message.role for message in messages] != ["user", "assistant"] * (len(messages) // 2):
+        raise ValueError("questions and answers must take turns")
+    if sum(len(message.text) for message in messages) > MAX_TEXT:
+        raise ValueError("too long")
+    return messages
+
+
+class Tabs:
+    """The chat of each open tab (of each session of a client), by its session hash."""
+
+    def __init__(self) -> None:
+        self._chats: OrderedDict[str, Chat] = OrderedDict()
+        self._closed: OrderedDict[str, list[Message]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def chat(self, tab: str) -> Chat:
+        """The tab's chat, a new one if it has none."""
+        with self._lock:
+            return self._show(tab, self._chats.get(tab) or Chat())
+
+    def new(self, tab: str) -> Chat:
+        """A new, empty chat for the tab; a reply that is being written in the old one ends."""
+        with self._lock:
+            self._leave(tab)
+            return self._show(tab, Chat())
+
+    def open(self, tab: str, chat_id: str, messages: list[Message]) -> Chat:
+        """Show a saved chat in the tab: as this server knows it, else with ``messages``.
+
+        A chat that another tab shows is opened as a copy of its own, so that two tabs never write into one.
+        """
+        with self._lock:
+            self._leave(tab)
+            shown = next((chat for chat in self._chats.values() if chat.id == chat_id), None)
+            if shown is not None:
+                return self._show(tab, Chat(messages=[_copy(message) for message in shown.messages]))
+            return self._show(tab, Chat(chat_id, self._closed.get(chat_id, messages)))
+
+    def close(self, tab: str) -> None:
+        """The tab is gone: its reply ends, its K/V is freed, its text is remembered for a while."""
+        with self._lock:
+            self._leave(tab)
+
+    def shows(self, tab: str, chat: Chat) -> bool:
+        """Whether the tab is there and shows this chat."""
+        return self._chats.get(tab) is chat
+
+    def __len__(self) -> int:
+        return len(self._chats)
+
+    def _leave(self, tab: str) -> None:
+        chat = self._chats.pop(tab, None)
+        if chat is None:
+            return
+        chat.stop()
+        chat.conversation = None
+        if chat.messages:
+            self._closed[chat.id] = chat.messages
+            self._closed.move_to_end(chat.id)
+        while len(self._closed) > MAX_CLOSED:
+            self._closed.popitem(last=False)
+
+    def _show(self, tab: str, chat: Chat) -> Chat:
+        self._chats[tab] = chat
+        self._chats.move_to_end(tab)
+        while len(self._chats) > MAX_TABS:
+            self._leave(next(iter(self._chats)))
+        for cold in list(self._chats.values())[:-MAX_WARM]:
+            cold.conversation = None
+        return chat
+
+
+def _copy(message: Message) -> Message:
+    state: State = "stopped" if message.state == "writing" else message.state
+    return Message(message.role, message.text, state, list(message.notices), message.footer)

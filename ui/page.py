@@ -1,0 +1,169 @@
+"""The page: what is on it, where, and which handler answers which event."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import gradio as gr
+from gradio.events import api
+
+from specdec.engine import SpeculativeEngine
+from ui.chat import ChatHandlers
+from ui.look import FAVICON, TITLE
+from ui.panel import live_panel
+from ui.prompts import EXAMPLES
+from ui.race import CompareTab
+from ui.settings import MAX_TOKENS, Settings
+from ui.shelf import shelf
+
+_LATEX: list[dict[str, str | bool]] = [
+    {"left": "$$", "right": "$$", "display": True},
+    {"left": "\\[", "right": "\\]", "display": True},
+    {"left": "\\(", "right": "\\)", "display": False},
+]
+_EMPTY = (
+    "### Ask something, and watch it being guessed\n\n"
+    "A quick guesser drafts a **tree** of possible next words; the model checks the whole tree in **one pass** and keeps "
+    "what it would have said anyway. The text is the same, it only comes sooner."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _ChatParts:
+    """The components that the chat's events read and write."""
+
+    chatbot: gr.Chatbot
+    box: gr.Textbox
+    meter: gr.HTML
+    audit: gr.Button
+    settings: list[Any]
+
+
+def build(engine: SpeculativeEngine) -> gr.Blocks:
+    """The whole page around one engine."""
+    handlers = ChatHandlers(engine)
+    with gr.Blocks(title=TITLE, analytics_enabled=False, fill_width=True) as demo:
+        with gr.Sidebar(open=False, width=290, elem_id="chats"):
+            new = gr.Button("New chat", elem_id="new-chat", size="sm")
+            saved = shelf()
+        gr.HTML(_header(handlers.model_facts), elem_id="top")
+        with gr.Tabs(elem_id="tabs"):
+            with gr.Tab("Chat"), gr.Row(elem_id="columns"):
+                with gr.Column(elem_id="chat-column", min_width=0):
+                    parts = _chat_column()
+                with gr.Column(elem_id="panel-column", min_width=0):
+                    panel = live_panel()
+            with gr.Tab("Compare"):
+                CompareTab(handlers.comparisons)
+        _wire(handlers, parts, panel, saved, new)
+        demo.unload(handlers.leave)
+        api(handlers.api, api_name="chat", concurrency_limit=None)
+    return demo  # type: ignore[no-any-return]
+
+
+def _header(model: dict[str, str]) -> str:
+    logo = FAVICON.read_text(encoding="utf-8")
+    facts = " · ".join(model.values())
+    return (
+        f'<header class="head">{logo}<h1>{TITLE}</h1><span class="model" title="model, number format, device">'
+        f"{escape(facts)}</span>"
+        '<button type="button" data-action="theme" aria-label="switch between light and dark" title="light or dark">◐</button>'
+        "</header>"
+    )
+
+
+def _chat_column() -> _ChatParts:
+    chatbot = gr.Chatbot(
+        elem_id="chatbot",
+        show_label=False,
+        container=False,
+        height="100%",
+        editable="user",
+        buttons=["copy", "copy_all"],
+        feedback_options=None,
+        latex_delimiters=_LATEX,
+        allow_tags=True,
+        layout="bubble",
+        placeholder=_EMPTY,
+        examples=[{"display_text": f"{example.title}\n{example.expectation}", "text": example.prompt} for example in EXAMPLES],
+    )
+    box = gr.Textbox(
+        elem_id="box",
+        show_label=False,
+        label="Message",
+        container=False,
+        placeholder="Message (Enter sends, Esc stops)",
+        lines=1,
+        max_lines=8,
+        submit_btn=True,
+        stop_btn=False,
+        autofocus=True,
+        html_attributes=gr.InputHTMLAttributes(autocorrect="on", spellcheck=True),
+    )
+    with gr.Row(elem_id="below-box"):
+        meter = gr.HTML(elem_id="meter")
+        audit = gr.Button("Audit the reply", size="sm", elem_id="audit")
+    with gr.Accordion("Settings", open=False, elem_id="settings"):
+        settings = _setting_fields()
+    return _ChatParts(chatbot, box, meter, audit, settings)
+
+
+def _setting_fields() -> list[Any]:
+    """The fields in the order of `Settings.read`."""
+    default = Settings()
+    with gr.Row():
+        decoding = gr.Radio(
+            ["tree", "linear", "plain"],
+            value=default.decoding,
+            label="Decoding",
+            info="the same text at three speeds",
+            elem_id="decoding",
+        )
+        budget = gr.Dropdown(
+            ["auto", "4", "8", "12", "16", "24", "32", "48", "64"],
+            value=str(default.budget),
+            label="Node budget",
+            info="tokens drafted per pass; auto: what pays for itself",
+            elem_id="budget",
+        )
+    with gr.Row():
+        temperature = gr.Number(
+            default.temperature, minimum=0, maximum=2, step=0.1, label="Temperature", info="0: likeliest token", min_width=110
+        )
+        top_p = gr.Number(
+            default.top_p, minimum=0.05, maximum=1, step=0.05, label="Top-p", info="above temperature 0", min_width=110
+        )
+        seed = gr.Number(default.seed, precision=0, label="Seed", info="same seed, same text", min_width=110)
+        max_tokens = gr.Number(
+            default.max_tokens,
+            precision=0,
+            minimum=1,
+            maximum=MAX_TOKENS,
+            label="Max tokens",
+            info="a reply's limit",
+            min_width=110,
+            elem_id="max-tokens",
+        )
+    system_prompt = gr.Textbox(
+        label="System prompt", lines=2, max_lines=6, placeholder="What the model should know and how it should behave"
+    )
+    return [decoding, budget, temperature, top_p, seed, max_tokens, system_prompt]
+
+
+def _wire(handlers: ChatHandlers, parts: _ChatParts, panel: gr.HTML, saved: gr.HTML, new: gr.Button) -> None:
+    chatbot, box, fields = parts.chatbot, parts.box, parts.settings
+    frame = [chatbot, box, panel, parts.meter, saved]
+    quick: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "queue": False}
+    # The handlers queue for the engine themselves (`ui.turns`), so that a waiting page can say so.
+    reply: dict[str, Any] = {**quick, "queue": True, "concurrency_limit": None, "outputs": frame}
+    box.submit(handlers.send, [box, *fields], **reply)
+    chatbot.example_select(handlers.example, fields, **reply)
+    chatbot.retry(handlers.retry, fields, **reply)
+    chatbot.edit(handlers.edit, fields, **reply)
+    chatbot.undo(handlers.undo, outputs=frame, **quick)
+    box.stop(handlers.stop, **quick)
+    parts.audit.click(handlers.audit, outputs=frame, **{**quick, "queue": True, "concurrency_limit": None})
+    gr.on([chatbot.clear, new.click, saved.clear], handlers.clear, outputs=frame, **quick)
+    saved.select(handlers.open, outputs=frame, **quick)

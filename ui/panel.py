@@ -1,0 +1,136 @@
+"""The live panel: draws how a reply is speculated, step by step, while it streams and afterwards.
+
+Create it once, then yield strings to it::
+
+    panel = live_panel()                              # a gr.HTML; shows the recorded example until told otherwise
+
+    def respond(message):                             # an event handler with outputs=[..., panel], show_progress="hidden"
+        feed = PanelFeed(model, settings, prompt, partial(token_texts, tokenizer))
+        yield feed.start()                            # before the engine starts: "Reading the prompt ..."
+        ...
+        yield feed.steps(new_steps)                   # all Steps since the last yield, at most 20-30 times a second
+        ...
+        yield feed.end()                              # always the last: finished, stopped or cut off
+        # on failure instead of end():
+        yield feed.error("one line for the reader")
+
+``model`` and ``settings`` are flat dicts for display, ``prompt`` the chat messages. ``feed.note(text)`` shows a line above
+the tree ("draft inactive: ..."); a Step's own ``note`` is shown without it. ``feed.recorder.trace()`` is the reply as a
+trace, ``feed.recorder.stats`` its figures. Besides a feed's strings the panel takes `replay(trace, label)`, `complaint(line)`
+and "" (back to the recorded example).
+
+Payloads may be coalesced on their way (the browser sees only the latest value) or come twice. So every message carries a
+sequence number and travels in several consecutive payloads, and the last payload of a reply brings all its steps.
+
+For other pages: `frontend.head()` loads the scripts; ``new specdec.TreeView(host)`` draws a record of a trace into any
+element inside one of class "specdec" (``.show(record, beat)``); ``new specdec.Panel(host)`` is the whole panel
+(``.receive(payload)``).
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import gradio as gr
+
+from specdec.step import Step
+from ui import frontend
+from ui.trace import Json, Recorder, TokenText, TraceError, load_trace
+
+REPEATS = 2
+"""In how many consecutive payloads a message travels."""
+MAX_WHOLE = 1_000_000
+"""Characters of JSON up to which the last payload brings the whole reply."""
+
+_TEMPLATE = '<div class="specdec-frame"><div class="specdec-host">The live panel needs JavaScript.</div></div>'
+_ON_LOAD = """
+const host = element.querySelector('.specdec-host');
+const panel = new specdec.Panel(host, { assets: props.assets, openTrace: (text) => server.open_trace(text) });
+host.panel = panel;
+watch('value', () => panel.receive(props.value));
+panel.receive(props.value);
+"""
+
+
+def live_panel(elem_id: str = "specdec-panel") -> gr.HTML:
+    """The panel as a component; its value is a payload string."""
+    frontend.serve_assets()
+    return gr.HTML(
+        value="",
+        html_template=_TEMPLATE,
+        js_on_load=_ON_LOAD,
+        head=frontend.head(),
+        apply_default_css=False,
+        elem_id=elem_id,
+        server_functions=[open_trace],
+        assets=frontend.addresses(),
+    )
+
+
+class PanelFeed:
+    """One reply on its way to the panel: each method returns the payload to yield."""
+
+    def __init__(
+        self, model: Mapping[str, Any], settings: Mapping[str, Any], prompt: Sequence[Mapping[str, str]], token_text: TokenText
+    ) -> None:
+        self.recorder = Recorder(model, settings, prompt, token_text)
+        self._run = secrets.token_hex(8)
+        self._sent = 0
+        self._recent: deque[str] = deque(maxlen=REPEATS)
+        self._size = 0
+
+    def start(self) -> str:
+        """The run begins: model, settings and prompt."""
+        return self._payload({"kind": "start", **self.recorder.header})
+
+    def steps(self, steps: Sequence[Step]) -> str:
+        """New steps, all that came since the last payload."""
+        return self._payload({"kind": "steps", "steps": [self.recorder.add(step) for step in steps]})
+
+    def note(self, text: str) -> str:
+        """A line to show above the tree."""
+        return self._payload({"kind": "note", "text": text})
+
+    def error(self, text: str) -> str:
+        """The reply failed; ``text`` is one line for the reader. What was drawn stays."""
+        return self._payload({"kind": "error", "text": text})
+
+    def end(self) -> str:
+        """The reply is over: by itself, at a limit, or stopped by the user."""
+        records = self.recorder.records
+        reason = records[-1]["finish_reason"] if records else None
+        whole = {"steps": records} if self._size <= MAX_WHOLE else {}
+        return self._payload({"kind": "end", "finish_reason": reason or "cancelled", **whole})
+
+    def _payload(self, message: Json) -> str:
+        text = _compact({"seq": self._sent, **message})
+        self._sent += 1
+        self._size += len(text)
+        self._recent.append(text)
+        return f'{{"run":"{self._run}","messages":[{",".join(self._recent)}]}}'
+
+
+def replay(trace: Json, label: str = "replay") -> str:
+    """A payload that shows a whole trace, labelled as what it is."""
+    return _compact({"trace": trace, "label": label, "nonce": secrets.token_hex(4)})
+
+
+def complaint(line: str) -> str:
+    """A payload that shows one line and leaves the rest as it is."""
+    return _compact({"error": line, "nonce": secrets.token_hex(4)})
+
+
+def open_trace(text: str) -> str:
+    """The text of a file that the user opened, as a payload; called from the panel's menu."""
+    try:
+        return replay(load_trace(str(text)))
+    except TraceError as error:
+        return complaint(f"This file cannot be opened: {error}")
+
+
+def _compact(value: Json) -> str:
+    return json.dumps(value, separators=(",", ":"))  # ASCII: half a surrogate pair must not break the transport

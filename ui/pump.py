@@ -1,0 +1,66 @@
+"""The pump between the engine's thread and the page.
+
+The engine puts what it makes into a queue and never waits; the page takes all that is there, a limited number of times a
+second. So the page cannot pace the engine, however slow the browser is. What waits is bounded by the length of one reply.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+INTERVAL = 0.05
+"""Seconds between two batches: at most twenty page updates a second."""
+PULSE = 0.25
+"""Seconds after which an empty batch is handed out, so that whoever takes the batches can notice that nobody listens."""
+
+_END = object()
+
+
+class Pump(Generic[T]):
+    """Runs ``produce(put)`` in a thread of its own and hands out what it puts, in batches.
+
+    An exception in ``produce`` is raised again from `batches`, after everything put before it.
+    """
+
+    def __init__(self, produce: Callable[[Callable[[T], None]], None]) -> None:
+        self._items: SimpleQueue[Any] = SimpleQueue()
+        self._error: Exception | None = None
+        threading.Thread(target=self._run, args=(produce,), daemon=True, name="engine").start()
+
+    def batches(self) -> Iterator[list[T]]:
+        """Everything put since the last batch, until the producer is done."""
+        while True:
+            taken = time.monotonic()
+            batch, ended = self._take()
+            if batch or not ended:
+                yield batch
+            if ended:
+                break
+            time.sleep(max(INTERVAL - (time.monotonic() - taken), 0))
+        if self._error is not None:
+            raise self._error
+
+    def _run(self, produce: Callable[[Callable[[T], None]], None]) -> None:
+        try:
+            produce(self._items.put)
+        except Exception as error:
+            self._error = error
+        finally:
+            self._items.put(_END)
+
+    def _take(self) -> tuple[list[T], bool]:
+        batch: list[T] = []
+        try:
+            item = self._items.get(timeout=PULSE)
+            while item is not _END:
+                batch.append(item)
+                item = self._items.get_nowait()
+        except Empty:
+            return batch, False
+        return batch, True

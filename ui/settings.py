@@ -1,0 +1,77 @@
+"""Settings: how the next reply is decoded, as the user set it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from specdec.request import Budget, Decoding
+
+MAX_TOKENS = 4096
+"""The most tokens one reply may be asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The user's choices for one reply. ``temperature`` 0 is greedy; ``top_p`` and ``seed`` then have no effect."""
+
+    decoding: Decoding = "tree"
+    budget: Budget = "auto"
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    max_tokens: int = 512
+    system_prompt: str = ""
+
+    @classmethod
+    def read(
+        cls,
+        decoding: str,
+        budget: str | float,
+        temperature: float,
+        top_p: float,
+        seed: float,
+        max_tokens: float,
+        system_prompt: str,
+    ) -> Settings:
+        """Settings from the values of form fields or of a client's call, brought into range."""
+        return cls(
+            decoding=_decoding(decoding),
+            budget="auto" if budget in ("auto", "", None) else max(int(budget), 0),
+            temperature=max(float(temperature or 0.0), 0.0),
+            top_p=min(max(float(top_p or 1.0), 0.01), 1.0),
+            seed=int(seed or 0),
+            max_tokens=min(max(int(max_tokens or cls().max_tokens), 1), MAX_TOKENS),
+            system_prompt=(system_prompt or "").strip(),
+        )
+
+    def arguments(self) -> dict[str, Any]:
+        """The same as arguments of `SpeculativeEngine.stream`.
+
+        Whatever the model's generation config says about sampling, the page's fields are what counts.
+        """
+        sampling: dict[str, bool | int | float] = {"do_sample": False}
+        if self.temperature > 0:
+            sampling = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
+        return {
+            "decoding": self.decoding,
+            "budget": self.budget,
+            "max_new_tokens": self.max_tokens,
+            "seed": self.seed,
+            **sampling,
+        }
+
+    def facts(self) -> dict[str, str | int | float]:
+        """Flat, for display beside a reply."""
+        facts: dict[str, str | int | float] = {"decoding": self.decoding, "max_tokens": self.max_tokens}
+        if self.decoding != "plain":
+            facts["budget"] = self.budget
+        facts["temperature"] = self.temperature
+        if self.temperature > 0:
+            facts |= {"top_p": self.top_p, "seed": self.seed}
+        return facts
+
+
+def _decoding(value: str) -> Decoding:
+    choices: dict[str, Literal["tree", "linear", "plain"]] = {"linear": "linear", "plain": "plain"}
+    return choices.get(value, "tree")

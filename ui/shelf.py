@@ -1,0 +1,33 @@
+"""The shelf: saved chats, kept by the browser and by nobody else.
+
+Each chat is an entry of its own in the browser's storage, so two tabs never overwrite each other's, and everything but
+opening one (list, rename, delete, export) happens in the page (``assets/shelf.js``). The component's value is what Python
+tells it, ``{"current": id, "chat": record}``; its ``select`` event hands in a record to open, ``clear`` asks for a new chat.
+"""
+
+from __future__ import annotations
+
+from html import escape
+
+import gradio as gr
+
+from ui import frontend
+
+SCRIPT = frontend.ASSETS / "shelf.js"
+_ON_LOAD = """
+const shelf = new specdec.Shelf(element, trigger);
+watch('value', () => shelf.receive(props.value));
+"""
+
+
+def shelf() -> gr.HTML:
+    """The list of saved chats as a component."""
+    gr.set_static_paths([SCRIPT])
+    return gr.HTML(
+        value="",
+        html_template='<div class="shelf"></div>',
+        js_on_load=_ON_LOAD,
+        head=f'<script src="{escape(frontend.address(SCRIPT))}"></script>',
+        apply_default_css=False,
+        elem_id="shelf",
+    )

@@ -1,0 +1,264 @@
+"""Traces: a reply as a file. What the panel draws live is what a trace replays; no model is needed for it.
+
+The format (JSON, UTF-8)::
+
+    {
+      "format": "specdec-trace", "version": 1,
+      "model":    {"name": ..., ...},           # facts about model and device, for display
+      "settings": {"decoding": ..., ...},       # the arguments of the reply, for display
+      "prompt":   [{"role": ..., "content": ...}, ...],
+      "text":     "the reply",
+      "steps":    [record, ...]
+    }
+
+A *record* is `Step.to_json()` plus ``texts`` (the text of every tree node's token), ``token_texts`` (of every emitted
+token), ``next_text`` (of the verdict's ``next_token``) and ``figures`` (`Stats.to_json()` after this step). Figures in a
+file are not trusted: loading recomputes them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import numpy as np
+
+from specdec.accept import Verdict
+from specdec.stats import Stats
+from specdec.step import FinishReason, Step, TargetView, Timings
+from specdec.tree import Source, TokenTree
+from ui import frontend
+
+FORMAT, VERSION = "specdec-trace", 1
+MAX_BYTES = 32 * 2**20
+MAX_STEPS = 20_000
+MAX_NODES = 1_024
+
+TokenText = Callable[[Sequence[int]], list[str]]
+"""The text of each token, one by one; `specdec.text.token_texts` with its tokenizer."""
+Json = dict[str, Any]
+T = TypeVar("T")
+
+
+class TraceError(ValueError):
+    """A file that is no trace; one line that says what is wrong with it."""
+
+
+def record(step: Step, stats: Stats, token_text: TokenText) -> Json:
+    """A step as traces and the panel hold it; ``stats`` have folded it in already."""
+    tree_ids, emitted = step.tree.token_ids.tolist(), list(step.token_ids)
+    texts = token_text([*tree_ids, *emitted, step.verdict.next_token])
+    return {
+        **step.to_json(),
+        "texts": texts[: len(tree_ids)],
+        "token_texts": texts[len(tree_ids) : -1],
+        "next_text": texts[-1],
+        "figures": stats.to_json(),
+    }
+
+
+class Recorder:
+    """A reply being recorded: add its steps as they come, take the trace at any time."""
+
+    def __init__(
+        self, model: Mapping[str, Any], settings: Mapping[str, Any], prompt: Sequence[Mapping[str, str]], token_text: TokenText
+    ) -> None:
+        self.header = {"model": dict(model), "settings": dict(settings), "prompt": [dict(message) for message in prompt]}
+        self.records: list[Json] = []
+        self.stats = Stats()
+        self._token_text = token_text
+        self._texts: dict[int, str] = {}
+
+    def add(self, step: Step) -> Json:
+        """Record a step; returns its record."""
+        self.stats.add(step)
+        self.records.append(record(step, self.stats, self._text_of))
+        return self.records[-1]
+
+    def trace(self) -> Json:
+        """The reply so far as a trace."""
+        text = "".join(rec["text"] for rec in self.records)
+        return {"format": FORMAT, "version": VERSION, **self.header, "text": text, "steps": list(self.records)}
+
+    def _text_of(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token's text, asked of the tokenizer once per reply: the same tokens come again and again."""
+        new = [token for token in dict.fromkeys(token_ids) if token not in self._texts]
+        self._texts.update(zip(new, self._token_text(new), strict=True))
+        return [self._texts[token] for token in token_ids]
+
+
+def save_trace(trace: Json, path: Path) -> None:
+    """Write a trace file."""
+    path.write_text(json.dumps(trace, separators=(",", ":")), encoding="utf-8")
+
+
+def load_trace(source: Path | str) -> Json:
+    """A trace from a file (a Path) or from its text (a str). Raises TraceError, in one line, for anything else."""
+    if isinstance(source, Path):
+        source = _read(source)
+    _check(len(source) <= MAX_BYTES, f"larger than {MAX_BYTES >> 20} MiB")
+    try:
+        trace = json.loads(source)
+    except (ValueError, RecursionError):
+        raise TraceError("not a trace: no valid JSON") from None
+    _check(isinstance(trace, dict) and trace.get("format") == FORMAT, f'not a trace: "format" is not "{FORMAT}"')
+    _check(trace.get("version") == VERSION, f"a trace of another version; this program reads version {VERSION}")
+    header = {name: _facts(trace, name) for name in ("model", "settings")}
+    steps = _field(trace, "steps", list)
+    _check(0 < len(steps) <= MAX_STEPS, f'"steps" must hold 1 to {MAX_STEPS} records')
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        **header,
+        "prompt": [_message(message) for message in _field(trace, "prompt", list)],
+        "text": _field(trace, "text", str),
+        "steps": list(_records(steps)),
+    }
+
+
+def to_html(trace: Json) -> str:
+    """A page that replays the trace: opens from disk, needs no network."""
+    scripts = (path.read_text(encoding="utf-8") for path in (frontend.PLOTLY, *frontend.SCRIPTS))
+    parts = {
+        "style": frontend.STYLE.read_text(encoding="utf-8"),
+        "scripts": "\n".join(scripts).replace("</script", "<\\/script"),
+        "trace": json.dumps(trace).replace("<", "\\u003c"),
+    }
+    page = frontend.PAGE.read_text(encoding="utf-8")
+    for name, text in parts.items():
+        before, after = page.split(f"<!--{name}-->")
+        page = before + text + after
+    return page
+
+
+def _read(path: Path) -> str:
+    try:
+        _check(path.stat().st_size <= MAX_BYTES, f"{path.name}: larger than {MAX_BYTES >> 20} MiB")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise TraceError(f"{path.name}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise TraceError(f"{path.name}: not a trace: no UTF-8 text") from None
+
+
+def _records(steps: list[Any]) -> Iterable[Json]:
+    stats = Stats()
+    for position, raw in enumerate(steps):
+        try:
+            _check(isinstance(raw, dict), "not an object")
+            step = _step(raw)
+            _check(step.index == position, f'"index" must be {position}')
+            stats.add(step)
+            texts = _list(raw, "texts", str, len(step.tree))
+            token_texts = _list(raw, "token_texts", str, len(step.token_ids))
+            next_text = _field(raw, "next_text", str)
+        except (ValueError, OverflowError) as error:
+            raise TraceError(f"step {position}: {error}") from None
+        yield {
+            **step.to_json(), "texts": texts, "token_texts": token_texts, "next_text": next_text, "figures": stats.to_json()
+        }  # fmt: skip
+
+
+def _step(raw: Json) -> Step:
+    """A Step from its JSON, every invariant checked."""
+    tree = _tree(_field(raw, "tree", dict))
+    verdict = _verdict(_field(raw, "verdict", dict), tree)
+    token_ids = tuple(_list(raw, "token_ids", int))
+    full = (*(int(tree.token_ids[node]) for node in verdict.path[1:]), verdict.next_token)
+    _check(bool(token_ids) and token_ids == full[: len(token_ids)], '"token_ids" must follow the verdict')
+    finish, note = raw.get("finish_reason"), raw.get("note")
+    _check(finish is None or finish in get_args(FinishReason), '"finish_reason" is unknown')
+    _check(note is None or isinstance(note, str), '"note" must be a string or null')
+    timings = _field(raw, "timings", dict)
+    return Step(
+        index=_field(raw, "index", int),
+        tree=tree,
+        verdict=verdict,
+        token_ids=token_ids,
+        text=_field(raw, "text", str),
+        timings=Timings(**{name: _seconds(timings, name) for name in Timings.__slots__}),
+        context_length=_field(raw, "context_length", int),
+        plain_seconds=_seconds(raw, "plain_seconds"),
+        finish_reason=finish,
+        target=_target(raw.get("target"), len(tree)),
+        note=note,
+    )
+
+
+def _tree(raw: Json) -> TokenTree:
+    token_ids = _list(raw, "token_ids", int)
+    size = len(token_ids)
+    _check(0 < size <= MAX_NODES, f"a tree must hold 1 to {MAX_NODES} nodes")
+    scores = None if raw.get("scores") is None else np.asarray(_list(raw, "scores", float, size), np.float32)
+    sources = None
+    if raw.get("sources") is not None:
+        names = _list(raw, "sources", str, size)
+        unknown = set(names) - {source.name.lower() for source in Source}
+        _check(not unknown, '"sources" holds an unknown name')
+        sources = np.asarray([Source[name.upper()] for name in names], np.int8)
+    tree = TokenTree(np.asarray(token_ids, np.int64), np.asarray(_list(raw, "parents", int, size), np.int64), scores, sources)
+    tree.check()
+    return tree
+
+
+def _verdict(raw: Json, tree: TokenTree) -> Verdict:
+    path = tuple(_list(raw, "path", int))
+    inside = all(0 <= node < len(tree) for node in path)
+    _check(bool(path) and inside and list(path) == tree.path(path[-1]), '"path" must lead from the root to a node')
+    kind = raw.get("kind")
+    if kind not in ("bonus", "recovered"):
+        raise TraceError('"kind" must be "bonus" or "recovered"')
+    return Verdict(path, _field(raw, "next_token", int), kind)
+
+
+def _target(raw: Any, size: int) -> TargetView | None:
+    if raw is None:
+        return None
+    _check(isinstance(raw, dict), '"target" must be an object or null')
+    probs = np.asarray(_list(raw, "probs", float, size), np.float32)
+    _check(bool(np.all((probs >= 0) & (probs <= 1))), '"probs" must lie between 0 and 1')
+    return TargetView(probs, np.asarray(_list(raw, "ranks", int, size), np.int64))
+
+
+def _check(holds: bool, message: str) -> None:
+    if not holds:
+        raise TraceError(message)
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    if kind is float:
+        return type(value) in (int, float) and bool(np.isfinite(value))
+    return type(value) is kind
+
+
+def _field(raw: Json, name: str, kind: type[T]) -> T:
+    value = raw.get(name)
+    if not _is_a(value, kind):
+        raise TraceError(f'"{name}" is missing or of the wrong type')
+    return value  # type: ignore[return-value]
+
+
+def _list(raw: Json, name: str, kind: type[T], size: int | None = None) -> list[T]:
+    values = _field(raw, name, list)
+    _check(size is None or len(values) == size, f'"{name}" must hold {size} values')
+    _check(all(_is_a(value, kind) for value in values), f'"{name}" holds a value of the wrong type')
+    return values
+
+
+def _seconds(raw: Json, name: str) -> float:
+    seconds = _field(raw, name, float)
+    _check(seconds >= 0, f'"{name}" must not be negative')
+    return seconds
+
+
+def _facts(raw: Json, name: str) -> Json:
+    facts = _field(raw, name, dict)
+    _check(not any(isinstance(value, dict | list) for value in facts.values()), f'"{name}" must be flat')
+    return facts
+
+
+def _message(raw: Any) -> Json:
+    _check(isinstance(raw, dict), '"prompt" must hold messages')
+    return {"role": _field(raw, "role", str), "content": _field(raw, "content", str)}

@@ -1,0 +1,169 @@
+"""Token Tree Chat: ``python app.py`` loads a model, serves the page on this machine, and opens it in the browser."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import gradio as gr
+
+from specdec.engine import SpeculativeEngine
+from specdec.errors import LoadError
+from specdec.target import UnsupportedModelError
+from ui.look import TITLE, look
+from ui.page import build
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+class StartError(Exception):
+    """The app cannot start; the message is one line for the user."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="app.py",
+        description="A chat app whose engine is tree-speculative decoding, drawn live in the browser.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model",
+        metavar="M",
+        help="a hub id (Qwen/Qwen2.5-0.5B-Instruct), a local folder, or a .gguf file; without it: Qwen2.5-1.5B-Instruct on a "
+        "CUDA GPU, else the small embedded model, fetched once",
+    )
+    model.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
+    model.add_argument(
+        "--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"), help="number format of the weights"
+    )
+    model.add_argument("--trust-remote-code", action="store_true", help="let a model from the hub run Python code of its own")
+    page = parser.add_argument_group("page")
+    page.add_argument("--host", default=LOCAL[0], help="address to serve on; any but a local one opens it to the network")
+    page.add_argument("--port", type=int, default=7860, help="port to serve on")
+    page.add_argument("--auth", metavar="USER:PASSWORD", help="ask visitors for this name and password")
+    page.add_argument("--no-browser", action="store_true", help="do not open the page in the browser")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the app until it is interrupted; the exit code."""
+    options = parser().parse_args(arguments)
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    try:
+        auth = _auth(options.auth)
+        if not _on_space():
+            _check_port(options.host, options.port)
+            if options.host not in LOCAL:
+                _say(_exposure(options.host, options.port, auth is not None))
+        page = build(_engine(options))
+        _say(f"ready at http://{options.host}:{options.port} (Ctrl+C ends it)")
+        page.launch(inbrowser=not options.no_browser and options.host in LOCAL, auth=auth, **_serving(options))
+    except (StartError, LoadError, UnsupportedModelError) as error:
+        _say(f"error: {error}")
+        return 1
+    return 0
+
+
+def _engine(options: argparse.Namespace) -> SpeculativeEngine:
+    engine = SpeculativeEngine(
+        options.model,
+        device=options.device,
+        dtype=options.dtype,
+        trust_remote_code=options.trust_remote_code,
+        progress=_progress(),
+    )
+    if engine.tokenizer.chat_template is None:
+        raise StartError(
+            f"{engine.name} has no chat template, so it cannot chat: choose a model made for chat with --model "
+            "(its name often ends in Instruct or Chat)."
+        )
+    return engine
+
+
+def _serving(options: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of ``launch``; on a Space the platform decides where to listen."""
+    where = {} if _on_space() else {"server_name": options.host, "server_port": options.port}
+    return {
+        **look(),
+        **where,
+        "run_history": False,
+        "ssr_mode": False,
+        "share": False,
+        "pwa": True,
+        "quiet": True,
+        "max_file_size": "1mb",
+    }
+
+
+def _auth(value: str | None) -> tuple[str, str] | None:
+    if value is None:
+        return None
+    user, colon, password = value.partition(":")
+    if not (user and colon and password):
+        raise StartError("--auth takes USER:PASSWORD, both not empty.")
+    return user, password
+
+
+def _check_port(host: str, port: int) -> None:
+    """Notice a taken port before a model is loaded for nothing."""
+    try:
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(address[0], address[1]) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((address[4][0], port))
+    except (OSError, OverflowError) as error:
+        raise StartError(
+            f"cannot serve on {host} port {port} ({_reason(error)}): choose another with --host or --port."
+        ) from error
+
+
+def _exposure(host: str, port: int, protected: bool) -> str:
+    who = "anyone who can reach it and knows the password" if protected else "anyone who can reach it"
+    advice = "" if protected else " Add --auth USER:PASSWORD to ask for a password."
+    return (
+        f"warning: {host}:{port} is open to the network: {who} can chat with the model on this machine, over a connection "
+        f"that is not encrypted. Files and other people's chats are not exposed.{advice}"
+    )
+
+
+def _progress() -> Any:
+    said: set[str] = set()
+
+    def report(text: str, fraction: float | None) -> None:
+        del fraction  # the bar on stderr shows it
+        if text not in said:
+            said.add(text)
+            _say(text)
+
+    return report
+
+
+def _on_space() -> bool:
+    return "SPACE_ID" in os.environ
+
+
+def _reason(error: Exception) -> str:
+    return (getattr(error, "strerror", None) or str(error)).lower()
+
+
+def _say(line: str) -> None:
+    print(f"{TITLE}: {line}", file=sys.stderr, flush=True)
+
+
+def __getattr__(name: str) -> gr.Blocks:
+    """``app.demo`` for whoever imports this module, such as ``gradio app.py``: built when first asked for."""
+    if name != "demo":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    demo = globals()["demo"] = build(_engine(parser().parse_args([])))
+    return demo
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,373 @@
+"""The chat behind the page, on a tiny model in float32: its laws, without a browser."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import gradio as gr
+import pytest
+from browser import served
+from gradio_client import Client
+from toys import ARCHITECTURES, tiny_engine, tiny_model, tokenizer
+
+from specdec.engine import SpeculativeEngine
+from ui.chat import ChatHandlers, Frame, show
+from ui.chats import MAX_WARM, Chat, Message, Tabs, read_messages
+from ui.inert import inert, original
+from ui.page import build
+from ui.pump import Pump
+from ui.settings import Settings
+from ui.turns import GaveUp, Turns
+
+VALUES = ("tree", "auto", 0, 1, 0, 60, "")
+"""The setting fields as the page sends them: decoding, budget, temperature, top-p, seed, max tokens, system prompt."""
+QUESTION, SECOND = "the cat sat on the mat", "and then the dog"
+
+
+@pytest.fixture
+def handlers() -> ChatHandlers:
+    return ChatHandlers(tiny_engine())
+
+
+@pytest.fixture
+def slow() -> ChatHandlers:
+    """Over an engine whose every pass takes a while; `passes` counts them."""
+    engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer())
+    handlers = ChatHandlers(engine)
+    verify = engine.target.verify
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(0.02)
+        handlers.passes += 1  # type: ignore[attr-defined]
+        return verify(*arguments)
+
+    handlers.passes = 0  # type: ignore[attr-defined]
+    engine.target.verify = slowly  # type: ignore[method-assign]
+    return handlers
+
+
+def tab(name: str = "tab") -> gr.Request:
+    return gr.Request(session_hash=name)
+
+
+def send(handlers: ChatHandlers, text: str, name: str = "tab", values: tuple[Any, ...] = VALUES) -> list[Frame]:
+    return list(handlers.send(text, tab(name), *values))
+
+
+def expected(*turns: str, values: tuple[Any, ...] = VALUES) -> list[str]:
+    """The replies to ``turns`` as a fresh engine gives them, each from the whole conversation."""
+    messages: list[dict[str, str]] = []
+    replies = []
+    for text in turns:
+        messages.append({"role": "user", "content": text})
+        replies.append(tiny_engine().generate(messages, **Settings.read(*values).arguments()))
+        messages.append({"role": "assistant", "content": replies[-1]})
+    return replies
+
+
+def texts(chat: Chat) -> list[str]:
+    return [message.text for message in chat.messages]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def test_a_reply_is_the_engines_and_its_footer_the_stats(handlers: ChatHandlers) -> None:
+    frames = send(handlers, QUESTION)
+    chat = handlers.tabs.chat("tab")
+    assert texts(chat) == [QUESTION, *expected(QUESTION)]
+    assert chat.messages[1].state == "done"
+    assert "tok/s" in chat.messages[1].footer
+    assert "plain" in chat.messages[1].footer
+    assert frames[-1][0][1]["content"][0]["text"] == inert(chat.messages[1].text)
+
+
+def test_the_second_turn_reads_only_what_is_new(handlers: ChatHandlers, monkeypatch: pytest.MonkeyPatch) -> None:
+    send(handlers, QUESTION)
+    chat = handlers.tabs.chat("tab")
+    assert chat.finished is not None
+    known = len(chat.finished.prompt.token_ids)
+    read: list[int] = []
+    prefill = handlers.engine.target.prefill
+
+    def counted(cache: Any, token_ids: Any, *rest: Any) -> Any:
+        read.append(len(token_ids))
+        return prefill(cache, token_ids, *rest)
+
+    monkeypatch.setattr(handlers.engine.target, "prefill", counted)
+    send(handlers, SECOND)
+    assert chat.finished is not None
+    assert 0 < sum(read) < len(chat.finished.prompt.token_ids) - known, "a random reply may read back as other tokens"
+    assert texts(chat)[3] == expected(QUESTION, SECOND)[1]
+
+
+def test_edit_and_retry_begin_again_from_their_question(handlers: ChatHandlers) -> None:
+    send(handlers, QUESTION)
+    send(handlers, "this will be edited")
+    data = gr.EditData(None, {"index": 2, "previous_value": "this will be edited", "value": [{"type": "text", "text": SECOND}]})
+    list(handlers.edit(data, tab(), *VALUES))
+    first, second = expected(QUESTION, SECOND)
+    assert texts(handlers.tabs.chat("tab")) == [QUESTION, first, SECOND, second]
+    list(handlers.retry(tab(), *VALUES))
+    assert texts(handlers.tabs.chat("tab")) == [QUESTION, first, SECOND, second]
+
+
+def test_undo_gives_the_question_back_to_the_box(handlers: ChatHandlers) -> None:
+    send(handlers, QUESTION)
+    _, box, *_ = handlers.undo(tab())
+    assert box["value"] == QUESTION
+    assert handlers.tabs.chat("tab").messages == []
+
+
+def test_tabs_do_not_mix(handlers: ChatHandlers) -> None:
+    names = ["a", "b", "c"]
+    threads = [threading.Thread(target=send, args=(handlers, f"{QUESTION} {name}", name)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name in names:
+        question = f"{QUESTION} {name}"
+        assert texts(handlers.tabs.chat(name)) == [question, *expected(question)]
+
+
+def test_stop_ends_the_engine_within_a_step_and_keeps_the_partial_reply(slow: ChatHandlers) -> None:
+    frames = slow.send(QUESTION, tab(), *VALUES)
+    reply = next_text(slow, frames)
+    slow.stop(tab())
+    passes = slow.passes  # type: ignore[attr-defined]
+    rest = list(frames)
+    assert slow.passes <= passes + 2  # type: ignore[attr-defined]
+    assert (reply.state, bool(reply.text)) == ("stopped", True)
+    assert expected(QUESTION)[0].startswith(reply.text.rstrip("\N{REPLACEMENT CHARACTER}"))
+    assert "stopped" in rest[-1][0][1]["content"][1]["text"]
+    send(slow, SECOND)
+    assert slow.tabs.chat("tab").messages[3].state == "done"
+
+
+def test_a_page_that_goes_away_frees_the_engine_and_its_reply_can_be_found_again(slow: ChatHandlers) -> None:
+    frames = slow.send(QUESTION, tab(), *VALUES)
+    reply = next_text(slow, frames)
+    chat = slow.tabs.chat("tab")
+    frames.close()
+    slow.leave(tab())
+    wait_for(lambda: not slow.replies.turns._line)
+    passes = slow.passes  # type: ignore[attr-defined]
+    time.sleep(0.1)
+    assert slow.passes == passes  # type: ignore[attr-defined]
+    assert chat.conversation is None
+    assert (reply.state, bool(reply.text)) == ("stopped", True)
+    slow.open(gr.EventData(None, {"id": chat.id, "messages": []}), tab("reloaded"))
+    assert texts(slow.tabs.chat("reloaded")) == [QUESTION, reply.text]
+
+
+def test_another_reply_is_waited_for_visibly_and_can_be_given_up(slow: ChatHandlers) -> None:
+    first = slow.send(QUESTION, tab("a"), *VALUES)
+    next_text(slow, first, "a")
+    second = slow.send(QUESTION, tab("b"), *VALUES)
+    footer = ""
+    while not footer:
+        next(second)
+        footer = slow.tabs.chat("b").messages[1].footer
+    assert footer == "waiting for 1 other reply"
+    slow.stop(tab("b"))
+    list(second)
+    assert slow.tabs.chat("b").messages[1].state == "stopped"
+    list(first)
+    assert texts(slow.tabs.chat("a")) == [QUESTION, *expected(QUESTION)]
+
+
+def test_a_new_chat_takes_nothing_over_from_a_reply_that_is_still_written(slow: ChatHandlers) -> None:
+    frames = slow.send(QUESTION, tab(), *VALUES)
+    next_text(slow, frames)
+    shown, *_ = slow.clear(tab())
+    assert shown == []
+    assert list(frames) == []
+    assert slow.tabs.chat("tab").messages == []
+
+
+def test_an_engine_error_is_one_line_in_the_chat_and_the_chat_goes_on(
+    handlers: ChatHandlers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(handlers.engine.target, "verify", broken)
+        frames = send(handlers, QUESTION)
+    reply = handlers.tabs.chat("tab").messages[1]
+    assert reply.state == "failed"
+    assert "boom" in frames[-1][0][1]["content"][1]["text"]
+    assert "boom" in frames[-1][2], "the panel must say so, too"
+    assert "Traceback" in caplog.text
+    send(handlers, SECOND)
+    assert texts(handlers.tabs.chat("tab"))[3] == expected(SECOND)[0], "the failed question is left out"
+
+
+def test_a_prompt_beyond_the_context_is_refused_in_plain_words(handlers: ChatHandlers) -> None:
+    send(handlers, "word " * 200)
+    reply = handlers.tabs.chat("tab").messages[1]
+    assert reply.state == "failed"
+    assert "tokens" in reply.notices[-1]
+
+
+def test_a_full_context_says_what_was_left_out(handlers: ChatHandlers) -> None:
+    for text in ("one " * 9, "two " * 9, "three " * 9):
+        send(handlers, text, values=("tree", "auto", 0, 1, 0, 30, ""))
+    assert any("oldest" in notice for notice in handlers.tabs.chat("tab").messages[-1].notices)
+
+
+def test_the_audit_confirms_the_reply(handlers: ChatHandlers) -> None:
+    send(handlers, QUESTION, values=("tree", "8", 0.8, 0.9, 5, 40, ""))
+    handlers.audit(tab())
+    chat = handlers.tabs.chat("tab")
+    assert chat.finished is not None
+    count = len(chat.finished.token_ids)
+    assert chat.messages[1].notices[-1].startswith(f"✓ audit: {count} of {count} tokens are the target's own draw")
+
+
+def test_a_saved_chat_opens_and_goes_on(handlers: ChatHandlers) -> None:
+    send(handlers, QUESTION)
+    record = handlers.tabs.chat("tab").to_json()
+    later = ChatHandlers(handlers.engine)
+    later.open(gr.EventData(None, record), tab())
+    send(later, SECOND)
+    assert texts(later.tabs.chat("tab"))[3] == expected(QUESTION, SECOND)[1]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [None, "x", [{}], [{"role": "user", "text": 3}], [{"role": "user", "text": "a"}], [{"role": "assistant", "text": "a"}] * 2],
+)
+def test_a_malformed_saved_chat_is_refused(messages: Any) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        read_messages(messages)
+
+
+def test_a_chat_that_another_tab_shows_is_opened_as_a_copy() -> None:
+    tabs = Tabs()
+    first = tabs.open("a", "id", [Message("user", "x"), Message("assistant", "y")])
+    second = tabs.open("b", "id", [])
+    second.ask("z")
+    assert (first.id, len(first.messages), len(second.messages)) == ("id", 2, 4)
+    assert second.id != "id"
+
+
+def test_only_the_latest_chats_keep_their_memory(handlers: ChatHandlers) -> None:
+    for number in range(MAX_WARM + 2):
+        send(handlers, QUESTION, str(number), ("plain", "auto", 0, 1, 0, 1, ""))
+    warm = [number for number in range(MAX_WARM + 2) if handlers.tabs._chats[str(number)].conversation]
+    assert warm == list(range(2, MAX_WARM + 2))
+
+
+HOSTILE = [
+    "<img src=x onerror=alert(1)>",
+    "</svg><script>x</script>",
+    "![a](http://x/y.png)",
+    "<|im_end|>",
+    "<!-- a -->",
+    "a <b c",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_text_is_disarmed_outside_code_and_comes_back_unchanged(text: str) -> None:
+    assert not any(mark in inert(text) for mark in ("<i", "<s", "</", "![", "<|", "<!", "<b"))
+    assert original(inert(text)) == text
+    assert inert(f"```\n{text}\n```") == f"```\n{text}\n```"
+    assert inert(f"`{text}`") == f"`{text}`"
+
+
+def test_reasoning_is_folded_and_an_edit_still_finds_its_question(handlers: ChatHandlers) -> None:
+    thinking, done = show(Message("assistant", "<think>hm <b>"))[0], show(Message("assistant", "<think>hm</think>\n\nyes"))
+    assert thinking["metadata"]["status"] == "pending"
+    assert (done[0]["metadata"]["status"], done[1]["content"][0]["text"]) == ("done", "yes")
+    chat = handlers.tabs.chat("tab")
+    chat.messages = [
+        Message("user", QUESTION),
+        Message("assistant", "<think>hm</think>yes"),
+        Message("user", "x"),
+        Message("assistant"),
+    ]
+    data = gr.EditData(None, {"index": 3, "previous_value": "x", "value": SECOND})
+    list(handlers.edit(data, tab(), *VALUES))
+    assert texts(chat)[:3] == [QUESTION, "<think>hm</think>yes", SECOND]
+
+
+def test_the_producer_is_never_paced_by_who_takes_the_batches() -> None:
+    made: list[float] = []
+
+    def produce(put: Callable[[int], None]) -> None:
+        for number in range(200):
+            made.append(time.monotonic())
+            put(number)
+
+    batches = Pump(produce).batches()
+    taken = list(next(batches))
+    time.sleep(0.2)
+    taken += [number for batch in batches for number in batch]
+    assert taken == list(range(200))
+    assert made[-1] - made[0] < 0.15
+
+
+def test_turns_are_fair_and_one_at_a_time() -> None:
+    turns, order, inside = Turns(), [], []
+
+    def take(number: int) -> None:
+        with turns.turn(lambda: False, lambda ahead: None):
+            inside.append(number)
+            assert len(inside) == 1
+            order.append(number)
+            time.sleep(0.01)
+            inside.clear()
+
+    threads = [threading.Thread(target=take, args=(number,)) for number in range(5)]
+    for thread in threads:
+        thread.start()
+        wait_for(lambda t=thread: t.ident is not None and len(turns._line) + len(order) > threads.index(t))
+    for thread in threads:
+        thread.join()
+    assert order == list(range(5))
+    with turns.turn(lambda: False, lambda ahead: None), pytest.raises(GaveUp), turns.turn(lambda: True, lambda ahead: None):
+        pass
+
+
+@contextmanager
+def client(url: str) -> Iterator[Client]:
+    connection = Client(url, verbose=False)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def test_a_client_chats_and_each_client_has_its_own_conversation() -> None:
+    arguments: dict[str, Any] = {"max_tokens": 60, "api_name": "/chat"}
+    with served(build(tiny_engine())) as url, client(url) as one, client(url) as other:
+        assert list(one.view_api(return_format="dict", print_info=False)["named_endpoints"]) == ["/chat"]
+        job = one.submit(QUESTION, **arguments)
+        first, second = expected(QUESTION, SECOND)
+        assert job.result(timeout=30) == first
+        outputs = job.outputs()
+        assert all(later.startswith(earlier) for earlier, later in pairwise(outputs))
+        assert other.predict(SECOND, **arguments) == expected(SECOND)[0]
+        assert one.predict(SECOND, **arguments) == second
+
+
+def broken(*_: Any) -> Any:
+    raise RuntimeError("boom")
+
+
+def next_text(handlers: ChatHandlers, frames: Iterator[Frame], name: str = "tab") -> Message:
+    """Advance until the reply has said something."""
+    for _ in frames:
+        reply = handlers.tabs.chat(name).messages[-1]
+        if reply.text:
+            return reply
+    raise AssertionError("the reply never began")

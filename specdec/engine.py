@@ -19,13 +19,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specdec.accept import accept
 from specdec.cache import TreeCache
 from specdec.loading import load
+from specdec.logits import target_view, top_tokens
 from specdec.prompt import Message, Prompt
 from specdec.reply import Reply
 from specdec.request import MAX_BUDGET, Request, resolve
 from specdec.speculators import Proposal, Speculator
-from specdec.speculators.ngram import NGramSpeculator
+from specdec.speculators.hybrid import HybridSpeculator, warm_up
+from specdec.speculators.memory import Memory
 from specdec.step import Step, Timings
-from specdec.target import Cancelled, TargetModel, target_view, top_tokens
+from specdec.study import ROUNDS, load_vocabulary, study
+from specdec.target import Cancelled, TargetModel
 from specdec.tree import TokenTree
 
 
@@ -70,9 +73,11 @@ class Conversation:
 class SpeculativeEngine:
     """A target model with a speculator in front of it.
 
-    ``model``: a hub id, a local folder, a ``.gguf`` file, or a loaded model (then with its ``tokenizer``); None: the embedded
-    default. Keyword arguments go to `specdec.loading.load`. Raises LoadError or UnsupportedModelError, each with one line
-    that names the culprit and the remedy.
+    ``model``: a hub id, a local folder, a ``.gguf`` file, or a loaded model (then with its ``tokenizer``); None: the
+    embedded default. Other keyword arguments go to `specdec.loading.load`. ``memory``: what outlives a conversation; None
+    (default) remembers nothing. ``speculator``: makes the speculator of each new conversation, instead of the default one.
+
+    Raises LoadError or UnsupportedModelError, each with one line that names the culprit and the remedy.
     """
 
     def __init__(
@@ -80,6 +85,7 @@ class SpeculativeEngine:
         model: str | PreTrainedModel | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
+        memory: Memory | None = None,
         speculator: Callable[[], Speculator] | None = None,
         **loading: Any,
     ) -> None:
@@ -90,13 +96,25 @@ class SpeculativeEngine:
         else:
             loaded = load(model, **loading)
             self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
+        warm_up()
         self.target = TargetModel(self.model)
         self.pass_cost = self.target.measure_cost()
-        self._speculator = speculator or (lambda: NGramSpeculator(vocab_size=self.target.vocab_size))
+        self.memory = memory
+        self.vocabulary = load_vocabulary(self.model)
+        self._speculator = speculator or self.speculator
+
+    def speculator(self, memory: Memory | None = None) -> HybridSpeculator:
+        """A new speculator for one conversation; without a ``memory`` of its own it takes the engine's."""
+        memory = self.memory if memory is None else memory
+        return HybridSpeculator(vocab_size=self.target.vocab_size, memory=memory, vocabulary=self.vocabulary)
 
     def conversation(self) -> Conversation:
         """A new, empty conversation; pass it to every turn of one chat to reuse the K/V of what the turns share."""
         return Conversation(self.target.new_cache(), self._speculator())
+
+    def study(self, progress: Callable[[str, float], bool], rounds: int = ROUNDS) -> None:
+        """Complete what the speculator knows of the model itself, once per model; see `specdec.study`."""
+        study(self.target, self.tokenizer, self.vocabulary, rounds, progress)
 
     def generate(self, prompt: str | Sequence[Message] | Sequence[int] | Prompt, **arguments: Any) -> str:
         """The whole reply as text; arguments as in `stream`."""

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from specdec.accept import Verdict
+from specdec.logits import argmax
 from specdec.request import MAX_BUDGET, Request
-from specdec.sampling import argmax
 from specdec.step import FinishReason
 from specdec.text import Detokenizer, StopStrings
 from specdec.tree import TokenTree

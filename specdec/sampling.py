@@ -46,15 +46,6 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def argmax(logits: Tensor) -> list[int]:
-    """The best token of each row of ``logits`` [N, V], the first of equals."""
-    if logits.device.type == "cpu":  # numpy's is several times faster there, most of all in bfloat16
-        best: list[int] = logits.float().numpy().argmax(-1).tolist()
-    else:
-        best = logits.argmax(-1).tolist()
-    return best
-
-
 @dataclass(frozen=True, slots=True)
 class Sampler:
     """The target's choice rule of one reply: processors, then argmax (``seed`` None) or a draw keyed by ``seed``."""

@@ -6,15 +6,21 @@ it writes all by itself. Whoever waits sees progress; what is interrupted goes o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from specdec.folders import model_file
 from specdec.speculators.vocabulary import ChatFrame, Vocabulary
 from specdec.target import TargetModel
 
-TOP_K = 16
+log = logging.getLogger(__name__)
+
+TOP_K = 50
+"""Next tokens that self-talk draws from and the table learns from."""
+ROUNDS = 6
+"""Rounds of self-talk after which a model is known well enough."""
 ROWS, LENGTH = 64, 256
 """Texts of self-talk per round, and their tokens."""
 
@@ -24,15 +30,15 @@ _QUESTION, _REPLY = "QUESTION-5e1f", "REPLY-5e1f"
 def study(
     target: TargetModel,
     tokenizer: PreTrainedTokenizerBase,
-    path: Path,
+    vocabulary: Vocabulary,
     rounds: int,
     progress: Callable[[str, float], bool],
-) -> Vocabulary:
-    """The vocabulary table of a model, loaded from ``path`` and completed up to ``rounds`` of self-talk.
+) -> None:
+    """Complete ``vocabulary`` up to ``rounds`` of self-talk, and save it.
 
-    ``progress(what, share done)`` is called before each pass; False stops here. What is there by then is saved.
+    ``progress(what, share done)`` is called before each pass and may take its time; False stops here. What is there by
+    then is saved.
     """
-    vocabulary = Vocabulary.load(path) if path.exists() else Vocabulary()
     before = vocabulary.adjacent, vocabulary.rounds
     newline = tokenizer.encode("\n", add_special_tokens=False)
     frame = chat_frame(tokenizer)
@@ -54,8 +60,18 @@ def study(
             )
     finally:
         if (vocabulary.adjacent, vocabulary.rounds) != before:
-            vocabulary.save(path)
-    return vocabulary
+            vocabulary.save(model_file("vocabulary", target.model))
+
+
+def load_vocabulary(model: PreTrainedModel) -> Vocabulary:
+    """What earlier studies of this very model saved; an empty one where there was none, or where it is damaged."""
+    try:
+        return Vocabulary.load(model_file("vocabulary", model))
+    except FileNotFoundError:
+        return Vocabulary()
+    except ValueError as error:
+        log.warning("%s", error)
+        return Vocabulary()
 
 
 def chat_frame(tokenizer: PreTrainedTokenizerBase) -> ChatFrame | None:

@@ -21,9 +21,8 @@ from transformers.cache_utils import Cache, StaticCache, get_layer_types_and_kwa
 
 from specdec.cache import TreeCache
 from specdec.cost import WIDTHS, PassCost
-from specdec.sampling import argmax
+from specdec.logits import argmax, top_tokens
 from specdec.speculators import TopK
-from specdec.step import TargetView
 from specdec.tree import TokenTree
 
 PREFILL_CHUNK = 512
@@ -93,7 +92,7 @@ class TargetModel:
 
     @torch.inference_mode()
     def verify(self, cache: TreeCache, tree: TokenTree) -> Tensor:
-        """One pass over ``tree`` behind the committed prefix: the next-token logits after each node, [N, V].
+        """One pass over ``tree`` behind the committed prefix: the next-token logits after each node, [N, V] float32.
 
         The nodes' K/V lies in the cache's scratch until the caller commits a path.
         """
@@ -143,7 +142,7 @@ class TargetModel:
         mask: Tensor | None = None,
         keep: int = 0,
     ) -> Tensor:
-        """Logits [B, T, V] of ``token_ids`` [B, T] at ``positions`` [B, T]; of the ``keep`` last rows only (0: all)."""
+        """Logits [B, T, V] float32 of ``token_ids`` [B, T] at ``positions`` [B, T]; of the ``keep`` last rows only (0: all)."""
         logits: Tensor = self.model(
             input_ids=token_ids,
             position_ids=positions,
@@ -152,7 +151,7 @@ class TargetModel:
             use_cache=cache is not None,
             logits_to_keep=keep,
         ).logits
-        return logits
+        return logits.float()
 
     def _require_tree_attention(self) -> None:
         """Verify a small tree and compare with its branches decoded one by one: no wrong text, from any architecture."""
@@ -161,11 +160,11 @@ class TargetModel:
         tree = TokenTree(np.array([a, b, c, b], np.int64), np.array([-1, 0, 0, 2], np.int64))
         cache = self.new_cache()
         self.prefill(cache, prompt)
-        seen = self.verify(cache, tree).float()
+        seen = self.verify(cache, tree)
         with torch.inference_mode():
             for node in range(len(tree)):
                 branch = torch.tensor([prompt + tree.token_ids[tree.path(node)].tolist()], device=self.device)
-                plain = self._forward(branch, keep=1)[0, -1].float()
+                plain = self._forward(branch, keep=1)[0, -1]
                 if (seen[node] - plain).norm() > 0.1 * (plain - plain.mean()).norm():
                     raise UnsupportedModelError(
                         f"{self.name} gives other logits for a token tree than for the same text: its attention does not "
@@ -216,35 +215,3 @@ def _require_full_attention(model: PreTrainedModel) -> None:
     for parameter in ("position_ids", "attention_mask", "cache", "logits_to_keep"):
         if parameter not in accepted:
             raise UnsupportedModelError(f"{name} cannot verify a token tree: forward takes no {parameter}. {remedy}")
-
-
-def top_tokens(logits: Tensor, k: int) -> TopK:
-    """The ``k`` most probable next tokens of each row of ``logits`` [N, V], with log-probabilities, best first.
-
-    Two stages, several times faster than a top-k over the vocabulary on a CPU: the k largest entries lie in the k blocks
-    with the largest maxima.
-    """
-    rows, vocab = logits.shape
-    block = 128
-    padded = torch.nn.functional.pad(logits, (0, -vocab % block), value=-torch.inf).view(rows, -1, block)
-    k = min(k, vocab)
-    blocks = padded.amax(-1).topk(min(k, padded.shape[1]), dim=-1).indices  # [N, k]
-    candidates = padded.gather(1, blocks[:, :, None].expand(-1, -1, block)).flatten(1)
-    values, places = candidates.topk(k, dim=-1)
-    token_ids = blocks.gather(1, places // block) * block + places % block
-    logprobs = values.float() - logits.float().logsumexp(-1, keepdim=True)
-    return TopK(token_ids.to(torch.int32).cpu().numpy(), logprobs.cpu().numpy())
-
-
-@torch.inference_mode()
-def target_view(logits: Tensor, tree: TokenTree) -> TargetView:
-    """The target's probability and rank of each node of ``tree``, from its pass's ``logits`` [N, V]."""
-    probs, ranks = np.ones(len(tree), np.float32), np.zeros(len(tree), np.int64)
-    if len(tree) > 1:
-        inner, rows = np.unique(tree.parents[1:], return_inverse=True)
-        parents = logits[torch.from_numpy(inner).to(logits.device)].float()
-        normalisers, scores = parents.logsumexp(-1).cpu().numpy()[rows], parents.cpu().numpy()
-        own = scores[rows, tree.token_ids[1:]]
-        probs[1:] = np.exp(own - normalisers)
-        ranks[1:] = [np.count_nonzero(scores[row] > score) for row, score in zip(rows, own, strict=True)]
-    return TargetView(probs, ranks)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from toys import ARCHITECTURES, tiny_engine, tiny_model
 from transformers import BloomConfig, MambaConfig, MistralConfig, PreTrainedConfig
 
-from specdec.target import Cancelled, TargetModel, UnsupportedModelError, target_view, top_tokens
+from specdec.logits import target_view, top_tokens
+from specdec.target import Cancelled, TargetModel, UnsupportedModelError
 from specdec.tree import TokenTree
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -20,7 +20,7 @@ from specdec.engine import SpeculativeEngine
 from specdec.loading import LoadError
 from specdec.request import MAX_BUDGET
 from specdec.speculators import Speculator
-from specdec.speculators.ngram import NGramSpeculator
+from specdec.speculators.memory import Memory
 from specdec.target import UnsupportedModelError
 
 
@@ -91,8 +91,8 @@ def lane_of(name: str, engine: SpeculativeEngine, budget: int | str, memory: str
 
 def speculators(engine: SpeculativeEngine, memory: str) -> Callable[[], Speculator]:
     """A factory of speculators that share one memory (warm), or have each an empty one (cold)."""
-    del memory
-    return lambda: NGramSpeculator(vocab_size=engine.target.vocab_size)
+    shared = Memory()
+    return lambda: engine.speculator(shared if memory == "warm" else Memory())
 
 
 def ask(

@@ -68,7 +68,9 @@ def find(evidence: Evidence, key: np.uint64) -> int:
     for way in range(WAYS):
         entry = np.int64((key + np.uint64(way)) & mask)
         if evidence.keys[entry] == key:
-            return entry
+            return int(entry)
+        if evidence.keys[entry] == 0:  # entries fill in order and are never emptied
+            break
     return -1
 
 
@@ -80,14 +82,14 @@ def claim(evidence: Evidence, key: np.uint64) -> int:
     for way in range(WAYS):
         entry = np.int64((key + np.uint64(way)) & mask)
         if evidence.keys[entry] == key:
-            return entry
+            return int(entry)
         if evidence.touched[entry] < evidence.touched[oldest]:
             oldest = entry
     evidence.keys[oldest] = key
     evidence.tokens[oldest, :] = -1
     evidence.shares[oldest, :] = 0
     evidence.seen[oldest] = 0
-    return oldest
+    return int(oldest)
 
 
 @compiled
@@ -104,9 +106,7 @@ def meet(evidence: Evidence, key: np.uint64, floor: float) -> tuple[int, np.floa
 
 
 @compiled
-def blend(
-    evidence: Evidence, key: np.uint64, tokens: NDArray[np.int32], probs: NDArray[np.float32], floor: float
-) -> None:
+def blend(evidence: Evidence, key: np.uint64, tokens: NDArray[np.int32], probs: NDArray[np.float32], floor: float) -> None:
     """The target gave ``tokens`` [K] the probabilities ``probs`` [K] after ``key``; the weakest slots give way."""
     entry, rate = meet(evidence, key, floor)
     for i in range(min(tokens.shape[0], SLOTS)):

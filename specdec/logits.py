@@ -1,0 +1,93 @@
+"""What a pass's logits say: the best token, the most probable ones, and the target's view of a tree."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specdec.speculators import TopK
+from specdec.speculators._compiled import compiled
+from specdec.step import TargetView
+from specdec.tree import TokenTree
+
+BLOCK = 64
+"""Vocabulary entries that are looked at together: most blocks hold nothing of interest."""
+TAIL = 4096
+"""Tokens from which the weight of all improbable ones is estimated; a vocabulary of less than twice that is summed whole."""
+
+
+def argmax(logits: Tensor) -> list[int]:
+    """The best token of each row of ``logits`` [N, V] float32, the first of equals."""
+    if logits.device.type == "cpu":  # numpy's is several times faster there
+        best: list[int] = logits.numpy().argmax(-1).tolist()
+    else:
+        best = logits.argmax(-1).tolist()
+    return best
+
+
+@torch.inference_mode()
+def top_tokens(logits: Tensor, k: int) -> TopK:
+    """The ``k`` most probable next tokens of each row of ``logits`` [N, V] float32, with log-probabilities, best first.
+
+    On a CPU the tail of the normaliser (what the tokens beyond the best k weigh) is estimated from some `TAIL` of them.
+    """
+    k = min(k, logits.shape[1])
+    if logits.device.type != "cpu":
+        values, places = logits.topk(k, dim=-1)
+        logprobs = values - logits.logsumexp(-1, keepdim=True)
+        return TopK(places.to(torch.int32).cpu().numpy(), logprobs.cpu().numpy())
+    if short := -logits.shape[1] % BLOCK:
+        logits = torch.nn.functional.pad(logits, (0, short), value=-torch.inf)
+    blocks = logits.view(len(logits), -1, BLOCK).amax(-1)
+    token_ids, best = np.zeros((len(logits), k), np.int32), np.full((len(logits), k), -np.inf, np.float32)
+    _select(logits.numpy(), blocks.numpy(), token_ids, best)
+    stride = max(logits.shape[1] // TAIL, 1)
+    tail = logits[:, ::stride].numpy()
+    tail_weight = np.where(tail < best[:, -1:], np.exp(tail - best[:, :1]), 0).sum(-1, keepdims=True) * stride
+    weight = np.exp(best - best[:, :1]).sum(-1, keepdims=True) + tail_weight
+    return TopK(token_ids, best - best[:, :1] - np.log(weight))
+
+
+@compiled
+def _select(
+    logits: NDArray[np.float32],
+    blocks: NDArray[np.float32],
+    token_ids: NDArray[np.int32],
+    best: NDArray[np.float32],
+) -> None:
+    """The largest entries of each row of ``logits`` [N, V], whose blocks have the maxima ``blocks`` [N, V / BLOCK].
+
+    They go into ``token_ids`` and ``best`` [N, K], best first; of equals the first. Most blocks need no look inside.
+    """
+    last = token_ids.shape[1] - 1
+    for row in range(logits.shape[0]):
+        for block in range(blocks.shape[1]):
+            if blocks[row, block] <= best[row, last]:
+                continue
+            for token in range(block * BLOCK, (block + 1) * BLOCK):
+                value = logits[row, token]
+                if value <= best[row, last]:
+                    continue
+                place = last
+                while place > 0 and value > best[row, place - 1]:
+                    best[row, place] = best[row, place - 1]
+                    token_ids[row, place] = token_ids[row, place - 1]
+                    place -= 1
+                best[row, place] = value
+                token_ids[row, place] = token
+
+
+@torch.inference_mode()
+def target_view(logits: Tensor, tree: TokenTree) -> TargetView:
+    """The target's probability and rank of each node of ``tree``, from its pass's ``logits`` [N, V] float32."""
+    probs, ranks = np.ones(len(tree), np.float32), np.zeros(len(tree), np.int64)
+    if len(tree) > 1:
+        inner, rows = np.unique(tree.parents[1:], return_inverse=True)
+        parents = logits[torch.from_numpy(inner).to(logits.device)]
+        normalisers, scores = parents.logsumexp(-1).cpu().numpy()[rows], parents.cpu().numpy()
+        own = scores[rows, tree.token_ids[1:]]
+        probs[1:] = np.exp(own - normalisers)
+        ranks[1:] = [np.count_nonzero(scores[row] > score) for row, score in zip(rows, own, strict=True)]
+    return TargetView(probs, ranks)

@@ -1,0 +1,86 @@
+"""Tables on disk: one compressed file of named arrays, written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.speculators._compiled import compiled
+from specdec.speculators.evidence import SLOTS, Evidence, claim
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def pack(evidence: Evidence, name: str) -> Arrays:
+    """The entries in use, in the order in which they were last met, as arrays named ``name``.*."""
+    used = np.flatnonzero(evidence.keys)
+    used = used[np.argsort(evidence.touched[used], kind="stable")]
+    return {
+        f"{name}.keys": evidence.keys[used],
+        f"{name}.tokens": evidence.tokens[used],
+        f"{name}.shares": evidence.shares[used],
+        f"{name}.seen": evidence.seen[used],
+    }
+
+
+def unpack(arrays: Arrays, name: str, evidence: Evidence) -> None:
+    """Put what `pack` gave into an empty table of any size; where it is too small, what was met last stays."""
+    keys, tokens = arrays[f"{name}.keys"], arrays[f"{name}.tokens"]
+    shares, seen = arrays[f"{name}.shares"], arrays[f"{name}.seen"]
+    rows = len(keys)
+    if not tokens.shape == shares.shape == (rows, SLOTS) or seen.shape != (rows,):
+        raise ValueError(f"the arrays of {name!r} do not fit together")
+    if not (np.isfinite(shares).all() and np.isfinite(seen).all()):
+        raise ValueError(f"{name!r} holds numbers that are not finite")
+    _insert(
+        evidence,
+        keys.astype(np.uint64),
+        tokens.astype(np.int32),
+        shares.astype(np.float32),
+        seen.astype(np.float32),
+    )
+
+
+@compiled
+def _insert(
+    evidence: Evidence,
+    keys: NDArray[np.uint64],
+    tokens: NDArray[np.int32],
+    shares: NDArray[np.float32],
+    seen: NDArray[np.float32],
+) -> None:
+    for row in range(keys.shape[0]):
+        entry = claim(evidence, keys[row])
+        evidence.tokens[entry] = tokens[row]
+        evidence.shares[entry] = shares[row]
+        evidence.seen[entry] = seen[row]
+        evidence.clock[0] += 1
+        evidence.touched[entry] = evidence.clock[0]
+
+
+def save_arrays(path: str | os.PathLike[str], arrays: Arrays) -> None:
+    """Write ``arrays`` to ``path``; a reader sees the old file or the new one, never half of one."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            np.savez_compressed(file, allow_pickle=False, **arrays)
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load_arrays(path: str | os.PathLike[str]) -> Arrays:
+    """What `save_arrays` wrote; ValueError where the file holds something else."""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            return {name: archive[name] for name in archive.files}
+    except (ValueError, EOFError, AttributeError, TypeError, BadZipFile, zlib.error) as error:
+        raise ValueError(f"{path} is damaged or not one of our files ({error}); delete it to start afresh") from error

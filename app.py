@@ -17,6 +17,7 @@ from specdec.errors import LoadError
 from specdec.target import UnsupportedModelError
 from ui.look import TITLE, look
 from ui.page import build
+from ui.turns import ENGINE_THREAD, leave_a_core
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -48,6 +49,9 @@ def parser() -> argparse.ArgumentParser:
     page.add_argument("--host", default=LOCAL[0], help="address to serve on; any but a local one opens it to the network")
     page.add_argument("--port", type=int, default=7860, help="port to serve on")
     page.add_argument("--auth", metavar="USER:PASSWORD", help="ask visitors for this name and password")
+    model.add_argument(
+        "--no-study", action="store_true", help="do not study the model's vocabulary while idle (a few minutes, once per model)"
+    )
     page.add_argument("--no-browser", action="store_true", help="do not open the page in the browser")
     return parser
 
@@ -62,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _check_port(options.host, options.port)
             if options.host not in LOCAL:
                 _say(_exposure(options.host, options.port, auth is not None))
-        page = build(_engine(options))
+        engine = _engine(options) if _on_space() else ENGINE_THREAD.submit(_engine, options).result()
+        page = build(engine, study=not (options.no_study or _on_space()))
         _say(f"ready at http://{options.host}:{options.port} (Ctrl+C ends it)")
         page.launch(inbrowser=not options.no_browser and options.host in LOCAL, auth=auth, **_serving(options))
     except (StartError, LoadError, UnsupportedModelError) as error:
@@ -72,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _engine(options: argparse.Namespace) -> SpeculativeEngine:
+    leave_a_core()
     engine = SpeculativeEngine(
         options.model,
         device=options.device,

@@ -28,9 +28,7 @@ def test_commit_and_rewind_equal_a_fresh_prefill(architecture: str, data: st.Dat
         fresh = target.new_cache()
         text = committed + tree.token_ids[path].tolist()
         target.prefill(fresh, text[:-1])
-        torch.testing.assert_close(
-            logits[path[-1]], target.verify(fresh, TokenTree.root(text[-1]))[0], atol=1e-4, rtol=1e-4
-        )
+        torch.testing.assert_close(logits[path[-1]], target.verify(fresh, TokenTree.root(text[-1]))[0], atol=1e-4, rtol=1e-4)
         fresh.commit([0])
         cache.commit(path)
         committed = text

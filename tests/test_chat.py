@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import gradio as gr
 import pytest
 from browser import served
 from gradio_client import Client
+from gradio_client.exceptions import AppError
 from toys import ARCHITECTURES, tiny_engine, tiny_model, tokenizer
 
 from specdec.engine import SpeculativeEngine
@@ -229,7 +231,7 @@ def test_the_audit_confirms_the_reply(handlers: ChatHandlers) -> None:
     chat = handlers.tabs.chat("tab")
     assert chat.finished is not None
     count = len(chat.finished.token_ids)
-    assert chat.messages[1].notices[-1].startswith(f"✓ audit: {count} of {count} tokens are the target's own draw")
+    assert chat.messages[1].notices[-1].startswith(f"audit ✓: {count} of {count} tokens are the target's own draw")
 
 
 def test_a_saved_chat_opens_and_goes_on(handlers: ChatHandlers) -> None:
@@ -338,6 +340,20 @@ def test_turns_are_fair_and_one_at_a_time() -> None:
         pass
 
 
+@pytest.mark.parametrize("temperature", [0, 0.9])
+def test_the_lanes_of_a_comparison_say_the_same_and_are_timed_by_their_steps(
+    handlers: ChatHandlers, temperature: float
+) -> None:
+    settings = Settings.read("tree", "8", temperature, 1, 3, 40, "")
+    *_, last = handlers.comparisons.run("tab", QUESTION, ["plain", "linear", "tree"], settings)
+    result = json.loads(last)
+    assert result["agreement"]["same"] is True
+    assert [lane["decoding"] for lane in result["lanes"]] == ["plain", "linear", "tree"]
+    for lane in result["lanes"]:
+        assert lane["figures"]["tokens"] == sum(len(step["token_ids"]) for step in lane["steps"])
+    assert handlers.comparisons._stops == {}
+
+
 @contextmanager
 def client(url: str) -> Iterator[Client]:
     connection = Client(url, verbose=False)
@@ -358,6 +374,23 @@ def test_a_client_chats_and_each_client_has_its_own_conversation() -> None:
         assert all(later.startswith(earlier) for earlier, later in pairwise(outputs))
         assert other.predict(SECOND, **arguments) == expected(SECOND)[0]
         assert one.predict(SECOND, **arguments) == second
+
+
+def test_a_clients_cancel_frees_the_engine(slow: ChatHandlers) -> None:
+    with served(build(slow.engine)) as url, client(url) as one:
+        job = one.submit(QUESTION, max_tokens=60, api_name="/chat")
+        wait_for(lambda: len(job.outputs()) > 0)
+        job.cancel()
+        time.sleep(0.5)
+        passes = slow.passes  # type: ignore[attr-defined]
+        time.sleep(0.2)
+        assert slow.passes == passes  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("option", "value"), [("decoding", "guess"), ("budget", "many")])
+def test_a_client_learns_what_it_asked_wrong(option: str, value: str) -> None:
+    with served(build(tiny_engine())) as url, client(url) as one, pytest.raises(AppError, match=value):
+        one.predict(QUESTION, api_name="/chat", **{option: value})
 
 
 def broken(*_: Any) -> Any:

@@ -15,6 +15,7 @@ from playwright.sync_api import sync_playwright
 from specdec.engine import SpeculativeEngine
 from specdec.step import Step
 from ui.page import build
+from ui.turns import ENGINE_THREAD, leave_a_core
 
 PROMPT = "Write a long text about the history of the lighthouse."
 TOKENS = 160
@@ -49,7 +50,8 @@ class Meter:
 
 @pytest.mark.soak
 def test_the_engine_keeps_its_pace_whoever_is_attached() -> None:
-    engine = SpeculativeEngine()
+    ENGINE_THREAD.submit(leave_a_core).result()
+    engine = ENGINE_THREAD.submit(SpeculativeEngine).result()
     meter = Meter(engine)
     messages = [{"role": "user", "content": PROMPT}]
     with served(build(engine)) as url, sync_playwright() as playwright:
@@ -57,8 +59,7 @@ def test_the_engine_keeps_its_pace_whoever_is_attached() -> None:
         browser = launch_browser(playwright)
 
         def nobody() -> None:
-            for _ in engine.stream(messages, do_sample=False):
-                pass
+            ENGINE_THREAD.submit(list, engine.stream(messages, do_sample=False)).result()
 
         def attached() -> None:
             client.predict(PROMPT, api_name="/chat")

@@ -9,7 +9,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import closing
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import gradio as gr
@@ -27,6 +27,7 @@ from ui.settings import Settings
 SKIP = gr.skip()
 """Leaves a component as it is."""
 _SEPARATOR = "\N{INVISIBLE SEPARATOR}"
+_inert_once = lru_cache(maxsize=512)(inert)  # every frame shows every message, and only the last one changes
 _THINK, _THOUGHT = "<think>", "</think>"
 
 Frame = tuple[Any, Any, Any, Any, Any]
@@ -50,11 +51,7 @@ class ChatHandlers:
     def send(self, text: str, request: gr.Request, *settings: Any) -> Iterator[Frame]:
         """Answer a new message."""
         if text.strip():
-            yield from self._ask(_tab(request), text, settings)
-
-    def example(self, data: gr.SelectData, request: gr.Request, *settings: Any) -> Iterator[Frame]:
-        """Answer a ready-made prompt."""
-        yield from self._ask(_tab(request), str(data.value["text"]), settings)
+            yield from self._ask(_tab(request), text, settings, box=_box(busy=True, value=""))
 
     def retry(self, request: gr.Request, *settings: Any) -> Iterator[Frame]:
         """Answer the last question again."""
@@ -88,22 +85,22 @@ class ChatHandlers:
             return SKIP, SKIP, SKIP, SKIP, SKIP
         reply = chat.messages[-1]
         line = check(self.replies, chat, threading.Event())
-        reply.notices = [*(notice for notice in reply.notices if PREFIX not in notice), line]
+        reply.notices = [*(notice for notice in reply.notices if not notice.startswith(PREFIX)), line]
         return self._frame(chat, shelf=_shelf(chat))
 
     def clear(self, request: gr.Request) -> Frame:
         """Begin a new chat; the old one stays on the shelf."""
-        return self._frame(self.tabs.new(_tab(request)), box=_idle_box(), panel="", shelf=_shelf(None))
+        return self._frame(self.tabs.new(_tab(request)), box=_box(busy=False), panel="", shelf=_shelf(None))
 
     def open(self, data: gr.EventData, request: gr.Request) -> Frame:
         """Show a saved chat that the page hands in."""
         try:
-            messages = read_messages(data.messages)
+            chat_id, messages = str(data.id), read_messages(data.messages)
         except (ValueError, AttributeError):
             gr.Warning("This saved chat cannot be read; it may come from another version.")
             return SKIP, SKIP, SKIP, SKIP, SKIP
-        chat = self.tabs.open(_tab(request), str(data.id), messages)
-        return self._frame(chat, box=_idle_box(), panel="", shelf=_shelf(chat))
+        chat = self.tabs.open(_tab(request), chat_id, messages)
+        return self._frame(chat, box=_box(busy=False), panel="", shelf=_shelf(chat))
 
     def leave(self, request: gr.Request) -> None:
         """The tab was closed or reloaded."""
@@ -130,14 +127,15 @@ class ChatHandlers:
         chat = self._chat(request)
         writing = chat.ask(message)
         reply = writing.reply
-        for steps in self.replies.write(chat, writing, settings, details=False):
-            if steps:
-                yield reply.text
+        with closing(self.replies.write(chat, writing, settings, details=False)) as batches:
+            for steps in batches:
+                if steps:
+                    yield reply.text
         if reply.state == "failed":
             raise gr.Error(reply.notices[-1], print_exception=False)
         yield reply.text
 
-    def _ask(self, tab: str, text: str, values: tuple[Any, ...]) -> Iterator[Frame]:
+    def _ask(self, tab: str, text: str, values: tuple[Any, ...], box: Any = None) -> Iterator[Frame]:
         """Answer ``text`` in the tab's chat, for as long as the tab shows it."""
         settings = Settings.read(*values)
         chat = self.tabs.chat(tab)
@@ -149,14 +147,14 @@ class ChatHandlers:
             chat.prompt(settings.system_prompt),
             partial(token_texts, self.engine.tokenizer),
         )
-        yield self._frame(chat, box=_busy_box(), panel=feed.start(), shelf=_shelf(chat))
+        yield self._frame(chat, box=box or _box(busy=True), panel=feed.start(), shelf=_shelf(chat))
         with closing(self.replies.write(chat, writing, settings, details=True)) as batches:
             for steps in batches:
                 if self._shows(tab, chat, writing):
                     yield self._frame(chat, panel=feed.steps(steps) if steps else SKIP)
         if self._shows(tab, chat, writing):
             end = feed.error(reply.notices[-1]) if reply.state == "failed" else feed.end()
-            yield self._frame(chat, box=_idle_box(), panel=end, meter=self._meter(chat), shelf=_shelf(chat))
+            yield self._frame(chat, box=_box(busy=False), panel=end, meter=self._meter(chat), shelf=_shelf(chat))
 
     def _shows(self, tab: str, chat: Chat, writing: Writing) -> bool:
         """Whether the tab still shows this reply: not another chat, nor the next reply."""
@@ -196,7 +194,8 @@ def show(message: Message) -> list[dict[str, Any]]:
     if message.state == "failed":
         lines[-1:] = [f"**{inert(notice).replace('*', '')}**" for notice in message.notices[-1:]]
     lines += [message.footer] if message.footer else []
-    parts = [inert(text)]
+    disarm = inert if message.state == "writing" else _inert_once
+    parts = [disarm(text) or ("…" if message.state == "writing" else "No reply.")]
     if lines:
         parts.append(_SEPARATOR + "  \n".join(lines) + _SEPARATOR)
     rows.append({"role": message.role, "content": [{"type": "text", "text": part} for part in parts]})
@@ -218,9 +217,6 @@ def _shelf(chat: Chat | None) -> str:
     return json.dumps({"current": chat.id if chat else None, "chat": chat.to_json() if chat and chat.messages else None})
 
 
-def _busy_box() -> Any:
-    return gr.update(value="", submit_btn=False, stop_btn=True)
-
-
-def _idle_box() -> Any:
-    return gr.update(submit_btn=True, stop_btn=False)
+def _box(busy: bool, **more: Any) -> Any:
+    """The message box with its Send or its Stop button; a text that is being typed stays, unless ``value`` says otherwise."""
+    return gr.update(submit_btn=not busy, stop_btn=busy, **more)

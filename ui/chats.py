@@ -91,6 +91,7 @@ class Chat:
         self.stop()
         reply = Message("assistant", state="writing")
         self.messages += [Message("user", question), reply]
+        self.finished = None
         self.writing = Writing(reply)
         return self.writing
 
@@ -105,6 +106,7 @@ class Chat:
         question = max(min(index, len(self.messages) - 1), 0) // 2 * 2
         text = self.messages[question].text
         del self.messages[question:]
+        self.finished = None
         return text
 
     def prompt(self, system_prompt: str) -> list[dict[str, str]]:

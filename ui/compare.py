@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import secrets
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -50,7 +50,7 @@ class Comparisons:
 
     def __init__(self, replies: Replies) -> None:
         self._replies = replies
-        self._stops: OrderedDict[str, threading.Event] = OrderedDict()
+        self._stops: dict[str, threading.Event] = {}
 
     def run(self, tab: str, text: str, decodings: Sequence[str], settings: Settings) -> Iterator[str]:
         """Compare ``decodings`` on one prompt; yields payloads for the page's race."""
@@ -79,6 +79,8 @@ class Comparisons:
             yield _payload(error=explain(error))
         finally:
             stop.set()
+            if self._stops.get(tab) is stop:
+                del self._stops[tab]
 
     def stop(self, tab: str) -> None:
         """End the tab's comparison, if one is running."""
@@ -97,18 +99,19 @@ class Comparisons:
         """Decode lane after lane (in the engine's thread); puts the lane at each of its steps, and last the agreement."""
         engine = self._replies.engine
         messages = [{"role": "system", "content": settings.system_prompt}] if settings.system_prompt else []
-        try:
-            with self._replies.turns.turn(stop.is_set, lambda ahead: put(Waiting(ahead))):
-                prompt = fit(engine, [*messages, {"role": "user", "content": text}], settings.max_tokens)
-                for lane in lanes:
-                    chosen = replace(settings, decoding=lane.decoding)
-                    for step in decode(engine, engine.conversation(), prompt, chosen, stop.is_set, details=True):
-                        lane.recorder.add(step)
-                        put(lane)
-                if not stop.is_set():
-                    put(self._agreement(prompt, lanes, settings))
-        except GaveUp:
-            pass
+
+        def work() -> None:
+            prompt = fit(engine, [*messages, {"role": "user", "content": text}], settings.max_tokens)
+            for lane in lanes:
+                chosen = replace(settings, decoding=lane.decoding)
+                for step in decode(engine, engine.conversation(), prompt, chosen, stop.is_set, details=True):
+                    lane.recorder.add(step)
+                    put(lane)
+            if not stop.is_set():
+                put(self._agreement(prompt, lanes, settings))
+
+        with suppress(GaveUp):
+            self._replies.turns.run(work, stop.is_set, lambda ahead: put(Waiting(ahead)))
 
     def _agreement(self, prompt: Prompt, lanes: list[Lane], settings: Settings) -> Json:
         """Whether the lanes say the same; else where they part, and how near a tie the target saw there."""

@@ -17,6 +17,7 @@ from ui.prompts import EXAMPLES
 from ui.race import CompareTab
 from ui.settings import MAX_TOKENS, Settings
 from ui.shelf import shelf
+from ui.study import study_when_idle
 
 _LATEX: list[dict[str, str | bool]] = [
     {"left": "$$", "right": "$$", "display": True},
@@ -24,7 +25,7 @@ _LATEX: list[dict[str, str | bool]] = [
     {"left": "\\(", "right": "\\)", "display": False},
 ]
 _EMPTY = (
-    "### Ask something, and watch it being guessed\n\n"
+    "## Ask something, and watch it being guessed\n\n"
     "A quick guesser drafts a **tree** of possible next words; the model checks the whole tree in **one pass** and keeps "
     "what it would have said anyway. The text is the same, it only comes sooner."
 )
@@ -35,15 +36,18 @@ class _ChatParts:
     """The components that the chat's events read and write."""
 
     chatbot: gr.Chatbot
+    examples: list[tuple[gr.Button, gr.State]]
     box: gr.Textbox
     meter: gr.HTML
     audit: gr.Button
     settings: list[Any]
 
 
-def build(engine: SpeculativeEngine) -> gr.Blocks:
-    """The whole page around one engine."""
+def build(engine: SpeculativeEngine, study: bool = False) -> gr.Blocks:
+    """The whole page around one engine; with ``study`` it learns about its model while nobody waits for a reply."""
     handlers = ChatHandlers(engine)
+    if study:
+        study_when_idle(engine, handlers.replies.turns)
     with gr.Blocks(title=TITLE, analytics_enabled=False, fill_width=True) as demo:
         with gr.Sidebar(open=False, width=290, elem_id="chats"):
             new = gr.Button("New chat", elem_id="new-chat", size="sm")
@@ -87,8 +91,9 @@ def _chat_column() -> _ChatParts:
         allow_tags=True,
         layout="bubble",
         placeholder=_EMPTY,
-        examples=[{"display_text": f"{example.title}\n{example.expectation}", "text": example.prompt} for example in EXAMPLES],
     )
+    with gr.Row(elem_id="examples"):
+        examples = [(gr.Button(f"{example.title}\n{example.expectation}"), gr.State(example.prompt)) for example in EXAMPLES]
     box = gr.Textbox(
         elem_id="box",
         show_label=False,
@@ -107,7 +112,7 @@ def _chat_column() -> _ChatParts:
         audit = gr.Button("Audit the reply", size="sm", elem_id="audit")
     with gr.Accordion("Settings", open=False, elem_id="settings"):
         settings = _setting_fields()
-    return _ChatParts(chatbot, box, meter, audit, settings)
+    return _ChatParts(chatbot, examples, box, meter, audit, settings)
 
 
 def _setting_fields() -> list[Any]:
@@ -159,7 +164,8 @@ def _wire(handlers: ChatHandlers, parts: _ChatParts, panel: gr.HTML, saved: gr.H
     # The handlers queue for the engine themselves (`ui.turns`), so that a waiting page can say so.
     reply: dict[str, Any] = {**quick, "queue": True, "concurrency_limit": None, "outputs": frame}
     box.submit(handlers.send, [box, *fields], **reply)
-    chatbot.example_select(handlers.example, fields, **reply)
+    for button, prompt in parts.examples:
+        button.click(handlers.send, [prompt, *fields], **reply)
     chatbot.retry(handlers.retry, fields, **reply)
     chatbot.edit(handlers.edit, fields, **reply)
     chatbot.undo(handlers.undo, outputs=frame, **quick)

@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-INTERVAL = 0.05
-"""Seconds between two batches: at most twenty page updates a second."""
+INTERVAL = 0.08
+"""Seconds between two batches: at most a dozen page updates a second, each with all steps since the last."""
 PULSE = 0.25
 """Seconds after which an empty batch is handed out, so that whoever takes the batches can notice that nobody listens."""
 
@@ -31,7 +31,7 @@ class Pump(Generic[T]):
     def __init__(self, produce: Callable[[Callable[[T], None]], None]) -> None:
         self._items: SimpleQueue[Any] = SimpleQueue()
         self._error: Exception | None = None
-        threading.Thread(target=self._run, args=(produce,), daemon=True, name="engine").start()
+        threading.Thread(target=self._run, args=(produce,), daemon=True, name="pump").start()
 
     def batches(self) -> Iterator[list[T]]:
         """Everything put since the last batch, until the producer is done."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from specdec.engine import Conversation, SpeculativeEngine
@@ -111,22 +112,22 @@ class Replies:
             reason = "cancelled" if step is None or step.finish_reason is None else step.finish_reason
             ending = "" if reply.state == "failed" else _ENDINGS.get(reason, "").format(max_tokens=settings.max_tokens)
             reply.footer = " · ".join(filter(None, [figures(stats, settings), ending]))
-            if prompt is not None and token_ids:
+            if prompt is not None and token_ids and chat.writing is writing:
                 chat.finished = Finished(prompt, tuple(token_ids), settings)
 
     def _events(
         self, chat: Chat, messages: list[dict[str, str]], settings: Settings, stop: threading.Event, details: bool
     ) -> Iterator[list[Waiting | Reading | Step]]:
         def produce(put: Callable[[Waiting | Reading | Step], None]) -> None:
-            try:
-                with self.turns.turn(stop.is_set, lambda ahead: put(Waiting(ahead))):
-                    prompt = fit(self.engine, messages, settings.max_tokens)
-                    put(Reading(prompt))
-                    chat.conversation = chat.conversation or self.engine.conversation()
-                    for step in decode(self.engine, chat.conversation, prompt, settings, stop.is_set, details):
-                        put(step)
-            except GaveUp:
-                pass
+            def work() -> None:
+                prompt = fit(self.engine, messages, settings.max_tokens)
+                put(Reading(prompt))
+                chat.conversation = chat.conversation or self.engine.conversation()
+                for step in decode(self.engine, chat.conversation, prompt, settings, stop.is_set, details):
+                    put(step)
+
+            with suppress(GaveUp):
+                self.turns.run(work, stop.is_set, lambda ahead: put(Waiting(ahead)))
 
         return Pump(produce).batches()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from specdec.request import Budget, Decoding
 
@@ -27,17 +27,21 @@ class Settings:
     def read(
         cls,
         decoding: str,
-        budget: str | float,
+        budget: str | int,
         temperature: float,
         top_p: float,
         seed: float,
         max_tokens: float,
         system_prompt: str,
     ) -> Settings:
-        """Settings from the values of form fields or of a client's call, brought into range."""
+        """Settings from the values of form fields or of a client's call.
+
+        Numbers are brought into range; a decoding or budget that means nothing is left for the engine to refuse by name.
+        """
+        text = str(budget or "auto")
         return cls(
-            decoding=_decoding(decoding),
-            budget="auto" if budget in ("auto", "", None) else max(int(budget), 0),
+            decoding=decoding,  # type: ignore[arg-type]
+            budget=int(text) if text.isdecimal() else text,  # type: ignore[arg-type]
             temperature=max(float(temperature or 0.0), 0.0),
             top_p=min(max(float(top_p or 1.0), 0.01), 1.0),
             seed=int(seed or 0),
@@ -70,8 +74,3 @@ class Settings:
         if self.temperature > 0:
             facts |= {"top_p": self.top_p, "seed": self.seed}
         return facts
-
-
-def _decoding(value: str) -> Decoding:
-    choices: dict[str, Literal["tree", "linear", "plain"]] = {"linear": "linear", "plain": "plain"}
-    return choices.get(value, "tree")

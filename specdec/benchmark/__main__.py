@@ -92,7 +92,7 @@ def lane_of(name: str, engine: SpeculativeEngine, budget: int | str, memory: str
 def speculators(engine: SpeculativeEngine, memory: str) -> Callable[[], Speculator]:
     """A factory of speculators that share one memory (warm), or have each an empty one (cold)."""
     shared = Memory()
-    return lambda: engine.speculator(shared if memory == "warm" else Memory())
+    return lambda: engine.speculator(shared if memory == "warm" else None)
 
 
 def ask(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 """Nodes per pass (root included) at which the curve is measured."""
 
 _MEMORY = 0.05  # weight of one observed pass in the running correction

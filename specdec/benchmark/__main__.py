@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -58,6 +59,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--memory", choices=("cold", "warm"), default="warm", help="warm: remembered from question to question")
+    parser.add_argument(
+        "--study", action="store_true", help="first complete the study of the model's vocabulary (minutes, once per model)"
+    )
     parser.add_argument("--json", type=Path, metavar="OUT")
     parser.add_argument("--html", type=Path, metavar="OUT")
     return parser
@@ -134,6 +138,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         arguments |= {"do_sample": True, "temperature": options.temperature, "top_k": 0, "seed": 0}
     engine = SpeculativeEngine(options.model, device=options.device, dtype=options.dtype)
 
+    if options.study:
+        with tqdm(desc="studying the model", total=1.0, file=sys.stderr) as bar:
+
+            def report(what: str, share: float) -> bool:
+                bar.set_description(what)
+                bar.update(share - bar.n)
+                return True
+
+            engine.study(report)
+
     samples: dict[tuple[str, int], Sample] = {}
     for run_index in range(options.runs):
         lanes = {name: lane_of(name, engine, options.budget, options.memory) for name in names}
@@ -153,7 +167,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     samples[key] = Sample(question.question_id, question.category, turn, {n: [] for n in names}, differences)
                 for name, answer in answers.items():
                     samples[key].answers[name].append(answer)
-    return fold(list(samples.values()), names)
+    setup = {
+        "model": engine.name,
+        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "device": str(engine.target.device),
+        "threads": torch.get_num_threads(),
+        "budget": options.budget,
+        "memory": options.memory,
+        "temperature": options.temperature,
+        "vocabulary": {"tokens": engine.vocabulary.adjacent, "rounds": engine.vocabulary.rounds},
+    }
+    return {"setup": setup, **fold(list(samples.values()), names)}
 
 
 def main() -> int:
@@ -164,6 +188,7 @@ def main() -> int:
     except (LoadError, UnsupportedModelError, QuestionsError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    print(", ".join(f"{name} {value}" for name, value in folded["setup"].items()))
     print(table(folded))
     if options.json:
         options.json.write_text(json.dumps(folded, indent=1) + "\n", encoding="utf-8")

@@ -134,10 +134,9 @@
       const rate = (lane) => lane.figures.tokens_per_second;
       this.base = lanes.find((lane) => lane.decoding === "plain") ?? lanes.reduce((a, b) => (rate(a) < rate(b) ? a : b));
       for (const lane of lanes) {
-        const { tokens_per_pass, tokens, passes } = lane.figures;
-        const saved = tokens - passes;
+        const { tokens_per_pass, passes_saved } = lane.figures;
         const times = lane === this.base ? "1.00× · the reference" : `${(rate(lane) / rate(this.base)).toFixed(2)}×`;
-        lane.medal.textContent = `${times} · ${tokens_per_pass.toFixed(2)} tokens/pass · ${saved} passes saved`;
+        lane.medal.textContent = `${times} · ${tokens_per_pass.toFixed(2)} tokens/pass · ${passes_saved} passes saved`;
       }
     }
 

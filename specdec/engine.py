@@ -137,7 +137,8 @@ class SpeculativeEngine:
         stop_strings, ...); what is not given comes from the model's generation_config. Without any length limit the reply
         runs to its end-of-sequence token or the model's context.
 
-        Arguments are checked here, before the first step. Raises RequestError, PromptError, ConversationBusyError.
+        Arguments are checked here, before the first step: raises RequestError, PromptError. A conversation that is already
+        streaming raises ConversationBusyError at the first step.
         """
         request = resolve(self.model, self.tokenizer, self.target.context_limit, prompt, **arguments)
         return self._decode(request, conversation or self.conversation())

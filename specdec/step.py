@@ -16,7 +16,10 @@ FinishReason = Literal["eos", "stop_string", "stopping_criteria", "length", "con
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Wall-clock seconds of one step's parts. ``prefill`` is non-zero in the first step of a reply only."""
+    """Wall-clock seconds of one step's parts. ``prefill`` is non-zero in the first step of a reply only.
+
+    What only a watcher asks for (`Step.target`) is computed after the step and is part of none.
+    """
 
     prefill: float
     draft: float
@@ -48,8 +51,8 @@ class Step:
 
     ``token_ids`` are the emitted tokens (accepted path, then the verdict's ``next_token``; cut at a stop), ``text`` the
     characters that became complete with them (may be empty: half an emoji waits for its other half). ``context_length``
-    counts the tokens before the root, i.e. those whose K/V was cached when the pass began. ``pass_seconds`` is what a
-    plain single-token pass costs on this device at this moment (measured, see `specdec.target.PassCost`).
+    counts the tokens before the root, i.e. those whose K/V was cached when the pass began. ``plain_seconds`` is what a
+    plain single-token pass costs on this device at this moment (measured, see `specdec.cost.PassCost`).
     ``finish_reason`` is None until the last step. ``note``: why nothing was drafted although speculation is on.
     """
 

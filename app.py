@@ -50,7 +50,9 @@ def parser() -> argparse.ArgumentParser:
     page.add_argument("--port", type=int, default=7860, help="port to serve on")
     page.add_argument("--auth", metavar="USER:PASSWORD", help="ask visitors for this name and password")
     model.add_argument(
-        "--no-study", action="store_true", help="do not study the model's vocabulary while idle (a few minutes, once per model)"
+        "--study",
+        action="store_true",
+        help="study the model's vocabulary while idle (some minutes, once per model): faster drafts",
     )
     page.add_argument("--no-browser", action="store_true", help="do not open the page in the browser")
     return parser
@@ -67,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.host not in LOCAL:
                 _say(_exposure(options.host, options.port, auth is not None))
         engine = _engine(options) if _on_space() else ENGINE_THREAD.submit(_engine, options).result()
-        page = build(engine, study=not (options.no_study or _on_space()))
+        page = build(engine, study=options.study and not _on_space())
         _say(f"ready at http://{options.host}:{options.port} (Ctrl+C ends it)")
         page.launch(inbrowser=not options.no_browser and options.host in LOCAL, auth=auth, **_serving(options))
     except (StartError, LoadError, UnsupportedModelError) as error:

@@ -40,7 +40,7 @@ def top_tokens(logits: Tensor, k: int) -> TopK:
         return TopK(places.to(torch.int32).cpu().numpy(), logprobs.cpu().numpy())
     if short := -logits.shape[1] % BLOCK:
         logits = torch.nn.functional.pad(logits, (0, short), value=-torch.inf)
-    blocks = logits.view(len(logits), -1, BLOCK).amax(-1)
+    blocks = logits.reshape(len(logits), -1, BLOCK).amax(-1)
     token_ids, best = np.zeros((len(logits), k), np.int32), np.full((len(logits), k), -np.inf, np.float32)
     _select(logits.numpy(), blocks.numpy(), token_ids, best)
     stride = max(logits.shape[1] // TAIL, 1)

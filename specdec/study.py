@@ -49,7 +49,7 @@ def study(
             newline[0] if newline else 0,
             lambda share: progress("studying the vocabulary", share),
         )
-        if frame is not None:
+        if frame is not None and vocabulary.adjacent >= target.vocab_size:
             vocabulary.self_talk(
                 target.batch_writer(len(frame.head) + LENGTH, TOP_K),
                 frame,

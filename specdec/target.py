@@ -104,7 +104,7 @@ class TargetModel:
     @torch.inference_mode()
     def top_after(self, token_ids: NDArray[np.int64], top_k: int) -> TopK:
         """The target's ``top_k`` next tokens after each row of ``token_ids`` [B, T], each a text of its own."""
-        return top_tokens(self._forward(torch.from_numpy(token_ids).to(self.device), keep=1)[:, -1], top_k)
+        return top_tokens(self._forward(torch.from_numpy(token_ids).to(self.device))[:, -1].contiguous(), top_k)
 
     def batch_writer(self, max_length: int, top_k: int) -> BatchWriter:
         """Something that writes many texts of up to ``max_length`` tokens at once."""
@@ -193,7 +193,7 @@ class BatchWriter:
         tokens = torch.from_numpy(token_ids).to(self._target.device)
         positions = torch.arange(self._length, self._length + tokens.shape[1], device=tokens.device).expand_as(tokens)
         self._length += tokens.shape[1]
-        return top_tokens(self._target._forward(tokens, self._cache, positions, keep=1)[:, -1], self._top_k)
+        return top_tokens(self._target._forward(tokens, self._cache, positions)[:, -1].contiguous(), self._top_k)
 
 
 def _require_full_attention(model: PreTrainedModel) -> None:

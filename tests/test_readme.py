@@ -34,7 +34,7 @@ def test_the_run_command_serves_the_page(unused_tcp_port: int) -> None:
     assert launch == [".venv/bin/python", "app.py"]
     server = subprocess.Popen([sys.executable, "app.py", "--no-browser", "--port", str(unused_tcp_port)], cwd=ROOT)
     try:
-        assert "Tree-speculative" in wait_for(f"http://127.0.0.1:{unused_tcp_port}/", server)
+        assert "Token Tree Chat" in wait_for(f"http://127.0.0.1:{unused_tcp_port}/", server)
     finally:
         server.terminate()
         server.wait(20)

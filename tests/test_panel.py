@@ -338,6 +338,7 @@ def test_two_thousand_steps_scrub_smoothly(page: Page) -> None:
     assert 0 < max(tasks) <= 100
 
 
+@pytest.mark.soak
 def test_a_live_reply_is_drawn_fast_enough_for_thirty_seconds(page: Page) -> None:
     page.wait_for_timeout(2000)
     before = page.evaluate("({ ...specdecPanel })")

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import launch_browser
+from browser import launch_browser, traced_tasks
 from playwright.sync_api import Browser, BrowserContext, Page, Request, expect, sync_playwright
 
 import app
@@ -154,6 +154,16 @@ def test_a_reply_streams_and_its_tree_is_drawn(page: Page) -> None:
     assert any("accepted" in mark for mark in marks), "no step with an accepted token was found"
     assert any("rejected" in mark for mark in marks), "no step with a rejected token was found"
     assert page.locator(".specdec-host").evaluate("host => host.kept === true"), "the panel was mounted anew"
+
+
+@pytest.mark.soak
+def test_no_task_of_the_main_thread_is_long_while_a_reply_streams(page: Page) -> None:
+    page.wait_for_function("window.Plotly")
+    limit(page, 60)
+    with traced_tasks(page) as tasks:
+        say(page, LIST)
+        finish(page)
+    assert max(tasks) < 100
 
 
 def test_a_ready_made_prompt_is_one_click(page: Page) -> None:

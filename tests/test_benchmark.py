@@ -17,7 +17,7 @@ from specdec.benchmark import cost
 from specdec.benchmark.asking import Session, chat_prompt
 from specdec.benchmark.lanes import LANES, STATIC, Answer
 from specdec.benchmark.questions import QuestionsError, load_questions
-from specdec.benchmark.report import Sample, fold, table
+from specdec.benchmark.report import Difference, Sample, fold, table
 from specdec.engine import SpeculativeEngine
 from specdec.loading import LoadError
 from specdec.speculators.mixer import WEIGHTS_SHAPE
@@ -86,6 +86,17 @@ def test_a_speedup_compares_the_same_number_of_tokens_of_the_median_run() -> Non
     sample = Sample("q", "chat", 0, {"plain": slow, "tree": fast}, {})
     assert sample.speedup("tree", "plain") == pytest.approx(2.0 / 0.5)
     assert fold([sample], ["plain", "tree"])["lanes"]["tree"]["speedup_vs_plain"]["geomean"] == pytest.approx(4.0)
+
+
+def test_where_a_text_leaves_plains_is_told_with_the_targets_margin() -> None:
+    answers = [Answer((1, 2), ((1, 1.0), (1, 1.0)), 0.0)]
+    differing = Sample("q", "chat", 0, {"plain": answers, "tree": answers}, {"plain": None, "tree": Difference(7, 0.125)})
+    same = Sample("q", "chat", 1, {"plain": answers, "tree": answers}, {"plain": None, "tree": None})
+    other = Sample("r", "chat", 0, {"plain": answers, "tree": answers}, {"plain": None, "tree": None})
+    folded = fold([differing, same, other], ["plain", "tree"])
+    assert folded["lanes"]["tree"]["identical"] == 1, "of two questions, one differs in one of its turns"
+    assert "in 1 turn" in table(folded)
+    assert "at token 7 (0.125)" in table(folded)
 
 
 def test_a_long_prompt_loses_its_middle_and_keeps_head_and_tail() -> None:

@@ -171,6 +171,7 @@ def table(folded: dict[str, Any]) -> str:
     for lane, figures in lanes.items():
         rows += [row(lane, category, f) for category, f in figures.get("by_category", {}).items()]
     notes = [f"{lane}: {_note(figures)}" for lane, figures in lanes.items() if "shares" in figures]
+    notes += [f"{lane} leaves plain's text {_leavings(found)}" for lane, f in lanes.items() if (found := f.get("differences"))]
     told = {lane: f.get("identical") is not None for lane, f in lanes.items()}
     if any(told.values()) and not all(told.values()):
         others = ", ".join(lane for lane in lanes if not told[lane])
@@ -188,6 +189,13 @@ def _note(figures: dict[str, Any]) -> str:
     if buckets:
         text += "; accepted (expected): " + ", ".join(f"{b['accepted']:.0%} ({b['expected']:.0%})" for b in buckets)
     return text
+
+
+def _leavings(differences: Sequence[dict[str, Any]]) -> str:
+    """Where, in the first few turns that differ."""
+    shown = ", ".join(f"at token {d['position']} ({d['margin']:.3f})" for d in differences[:8])
+    turns = "1 turn" if len(differences) == 1 else f"{len(differences)} turns"
+    return f"in {turns} (the target's top-2 margin there, nats): {shown}{', ...' * (len(differences) > 8)}"
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:

@@ -2,7 +2,7 @@
 
 `lessons` replays recorded replies and notes, for every token that the target emitted, what each source had to say; `fit`
 minimises the mixer's log-loss on them (Adam, arXiv 1412.6980). The gradient is the one that `learn` follows online. `prior`
-is the recipe: the shipped ``prior.npy`` is what it gives for the replies of one model to Spec-Bench's questions.
+is the recipe by which the shipped ``prior.npy`` was made, from one model's replies to 240 questions.
 """
 
 from __future__ import annotations

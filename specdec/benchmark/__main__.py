@@ -5,29 +5,51 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
+from specdec.benchmark.asking import Asked, Session, time_shape
 from specdec.benchmark.charts import to_html
-from specdec.benchmark.lanes import LANES, PROMPT_LOOKUP_TOKENS, Answer, EngineLane, Lane, TransformersLane
-from specdec.benchmark.questions import OWN, Question, QuestionsError, load_questions
-from specdec.benchmark.report import Difference, Sample, fold, table
+from specdec.benchmark.cost import measure_cost
+from specdec.benchmark.lanes import LANES, STATIC
+from specdec.benchmark.questions import OWN, QuestionsError, load_questions
+from specdec.benchmark.report import fold, table
+from specdec.benchmark.shapes import SHAPES, random_model
+from specdec.benchmark.traces import BUDGETS, MEMORIES, TracesError, budget_table, by_budget, load_traces
 from specdec.engine import SpeculativeEngine
+from specdec.folders import model_file
 from specdec.loading import LoadError
 from specdec.request import MAX_BUDGET
-from specdec.speculators import Speculator
-from specdec.speculators.memory import Memory
+from specdec.speculators.fitting import prior
+from specdec.speculators.hybrid import HybridSpeculator
+from specdec.speculators.replay import Recording
 from specdec.target import UnsupportedModelError
+
+SHAPE_LANES = ("plain", "transformers", STATIC)
+"""Lanes that may run on random weights: nothing depends on what the model says."""
+OF_TIME = (
+    "questions",
+    "tokens",
+    "prefill_seconds",
+    "decode_tokens_per_second",
+    "speedup_vs_plain",
+    "speedup_vs_transformers",
+)
+"""The figures that mean something there."""
+
+
+def names_argument(text: str) -> list[str]:
+    """``qa, chat`` -> the names."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def lanes_argument(text: str) -> list[str]:
     """``plain,tree`` -> the lanes' names."""
-    names = [name.strip() for name in text.split(",")]
+    names = names_argument(text)
     if unknown := set(names) - set(LANES):
         raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))} is unknown; choose from {', '.join(LANES)}")
     return names
@@ -40,160 +62,248 @@ def budget_argument(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
+def count_argument(text: str) -> int:
+    """A number from 1 on."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
+
+
+def temperature_argument(text: str) -> float:
+    """A number from 0 on."""
+    try:
+        temperature = float(text)
+    except ValueError:
+        temperature = -1.0
+    if not 0 <= temperature < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no temperature; pass 0 (greedy) or more")
+    return temperature
+
+
+def output_argument(text: str) -> Path:
+    """A file to write: in a folder that is there, so that a long run does not end in vain."""
+    path = Path(text)
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: the folder {path.parent} does not exist; make it first")
+    return path
+
+
 def parser() -> argparse.ArgumentParser:
     """The arguments, with their help."""
-    names = ",".join(LANES)
-    parser = argparse.ArgumentParser(prog="python -m specdec.benchmark", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m specdec.benchmark", description="Measure decoding, lane beside lane.")
     parser.add_argument("--model", help="hub id, local folder or .gguf file (default: the embedded model)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--questions", type=Path, default=OWN, metavar="FILE.jsonl", help="Spec-Bench's format")
-    parser.add_argument("--limit", type=int, help="at most so many questions, spread over the file")
-    parser.add_argument("--categories", default="", help="only these, separated by commas")
+    parser.add_argument("--limit", type=count_argument, help="at most so many questions, spread over the file")
+    parser.add_argument("--categories", type=names_argument, default=[], help="only these, separated by commas")
     parser.add_argument(
-        "--decodings", type=lanes_argument, default=names, help=f"lanes, separated by commas (default: {names})"
+        "--decodings", type=lanes_argument, help=f"lanes, separated by commas (default: all, {STATIC} on CUDA only)"
     )
-    parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--max-prompt-tokens", type=int, default=700, help="longer prompts lose the middle of the last message")
+    parser.add_argument("--max-new-tokens", type=count_argument, default=96)
+    parser.add_argument(
+        "--max-prompt-tokens", type=count_argument, default=700, help="longer prompts lose the middle of the last message"
+    )
     parser.add_argument("--budget", type=budget_argument, default="auto", help="nodes besides the root per pass, or auto")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--memory", choices=("cold", "warm"), default="warm", help="warm: remembered from question to question")
+    parser.add_argument("--temperature", type=temperature_argument, default=0.0, help="0: greedy")
+    parser.add_argument("--runs", type=count_argument, default=3)
+    parser.add_argument("--memory", choices=MEMORIES, default="warm", help="warm: remembered from question to question")
     parser.add_argument(
         "--study", action="store_true", help="first complete the study of the model's vocabulary (minutes, once per model)"
     )
-    parser.add_argument("--json", type=Path, metavar="OUT")
-    parser.add_argument("--html", type=Path, metavar="OUT")
+    parser.add_argument("--record", type=output_argument, metavar="OUT.npz", help="keep the replies for --replay")
+    parser.add_argument(
+        "--replay", type=Path, metavar="FILE.npz", help="score the speculator on recorded replies, without a model"
+    )
+    parser.add_argument(
+        "--fit", type=output_argument, metavar="OUT.npy", help="with --replay: fit the mixer's prior to the recorded replies"
+    )
+    parser.add_argument(
+        "--random-weights",
+        metavar="CONFIG",
+        help=f"time a model of this shape without a download: {', '.join(SHAPES)}, or a config.json",
+    )
+    parser.add_argument("--json", type=output_argument, metavar="OUT")
+    parser.add_argument("--html", type=output_argument, metavar="OUT")
     return parser
 
 
-def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], limit: int) -> list[int]:
-    """The chat's tokens, cut to ``limit`` by leaving out the middle of the last message (head and tail of it stay)."""
-
-    def encode(content: str) -> list[int]:
-        cut = [*messages[:-1], {**messages[-1], "content": content}]
-        return list(tokenizer.apply_chat_template(cut, add_generation_prompt=True, return_dict=False))
-
-    token_ids = encode(messages[-1]["content"])
-    content = tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"]
-    while len(token_ids) > limit and len(content) > 2:
-        over = min(len(token_ids) - limit, len(content) - 2)
-        middle = (len(content) - over) // 2
-        content = content[:middle] + content[middle + over :]
-        token_ids = encode(tokenizer.decode(content))
-    return token_ids
-
-
-def lane_of(name: str, engine: SpeculativeEngine, budget: int | str, memory: str) -> Lane:
-    """The lane called ``name``, with a speculator memory of its own."""
-    if name == "transformers":
-        return TransformersLane(engine, {})
-    if name == "transformers-prompt-lookup":
-        return TransformersLane(engine, {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS})
-    return EngineLane(engine, name, budget, speculators(engine, memory))
-
-
-def speculators(engine: SpeculativeEngine, memory: str) -> Callable[[], Speculator]:
-    """A factory of speculators that share one memory (warm), or have each an empty one (cold)."""
-    shared = Memory()
-    return lambda: engine.speculator(shared if memory == "warm" else None)
-
-
-def ask(
-    engine: SpeculativeEngine, question: Question, lanes: dict[str, Lane], arguments: dict[str, Any], limit: int
-) -> list[tuple[list[int], dict[str, Answer]]]:
-    """Every lane's answer to every turn, lanes interleaved; the first lane's reply is what later turns look back on."""
-    for lane in lanes.values():
-        lane.start()
-    messages: list[dict[str, str]] = []
-    turns: list[tuple[list[int], dict[str, Answer]]] = []
-    for turn in question.turns:
-        messages.append({"role": "user", "content": turn})
-        prompt = chat_prompt(engine.tokenizer, messages, limit)
-        answers = {name: lane.answer(prompt, arguments) for name, lane in lanes.items()}
-        reply = next(iter(answers.values())).token_ids
-        messages.append({"role": "assistant", "content": engine.tokenizer.decode(reply, skip_special_tokens=True)})
-        turns.append((prompt, answers))
-    return turns
-
-
-def difference(engine: SpeculativeEngine, prompt: Sequence[int], mine: Answer, plain: Answer) -> Difference | None:
-    """Where ``mine`` leaves ``plain``'s text, if it does."""
-    pairs = enumerate(zip(mine.token_ids, plain.token_ids, strict=False))
-    position = next((i for i, (a, b) in pairs if a != b), None)
-    if position is None:
-        return None
-    top = engine.target.prefill(engine.target.new_cache(), [*prompt, *plain.token_ids[:position]], top_k=2)
-    assert top is not None
-    return Difference(position, float(top.logprobs[-1, 0] - top.logprobs[-1, 1]))
+def check(options: argparse.Namespace) -> None:
+    """Raise ValueError where options contradict each other."""
+    if options.fit and not options.replay:
+        raise ValueError("--fit learns from recorded replies: name them with --replay FILE.npz")
+    if options.replay and (options.record or options.random_weights):
+        raise ValueError("--replay runs no model: leave out --record and --random-weights")
+    if options.random_weights and (options.model or options.record):
+        raise ValueError("--random-weights is a model that says nothing of use: leave out --model and --record")
+    if options.record and options.decodings and not {"tree", "linear"} & set(options.decodings):
+        raise ValueError("--record follows the tree or the linear lane: add one of them to --decodings")
+    if options.random_weights and (talking := set(options.decodings or ()) - set(SHAPE_LANES)):
+        raise ValueError(
+            f"{', '.join(sorted(talking))}: on random weights no speculation is timed, for what it gains depends on what a "
+            f"model says; choose from {', '.join(SHAPE_LANES)}"
+        )
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure; returns the folded figures. Raises LoadError, UnsupportedModelError, QuestionsError."""
-    names = options.decodings
-    categories = [name.strip() for name in options.categories.split(",") if name.strip()]
-    questions = load_questions(options.questions, categories, options.limit)
+    """Ask the questions; returns the folded figures, of the questions done if interrupted.
+
+    Raises LoadError, UnsupportedModelError, QuestionsError; KeyboardInterrupt before a question is done.
+    """
+    questions = load_questions(options.questions, options.categories, options.limit)
     arguments: dict[str, Any] = {"max_new_tokens": options.max_new_tokens}
     if options.temperature > 0:
         arguments |= {"do_sample": True, "temperature": options.temperature, "top_k": 0, "seed": 0}
     engine = SpeculativeEngine(options.model, device=options.device, dtype=options.dtype)
-
     if options.study:
-        with tqdm(desc="studying the model", total=1.0, file=sys.stderr) as bar:
-
-            def report(what: str, share: float) -> bool:
-                bar.set_description(what)
-                bar.update(share - bar.n)
-                return True
-
-            engine.study(report)
-
-    samples: dict[tuple[str, int], Sample] = {}
-    for run_index in range(options.runs):
-        lanes = {name: lane_of(name, engine, options.budget, options.memory) for name in names}
-        if run_index == 0:  # warm-up outside the clock, with lanes (and memories) of its own
-            warm_up = {name: lane_of(name, engine, options.budget, options.memory) for name in names}
-            ask(engine, questions[0], warm_up, arguments | {"max_new_tokens": 16}, options.max_prompt_tokens)
-        progress = tqdm(questions, desc=f"run {run_index + 1} of {options.runs}", unit="question", file=sys.stderr)
-        for question in progress:
-            for turn, (prompt, answers) in enumerate(ask(engine, question, lanes, arguments, options.max_prompt_tokens)):
-                key = (question.question_id, turn)
-                if key not in samples:
-                    differences = {
-                        name: difference(engine, prompt, answer, answers["plain"])
-                        for name, answer in answers.items()
-                        if "plain" in answers and (options.temperature == 0 or isinstance(lanes[name], EngineLane))
-                    }
-                    samples[key] = Sample(question.question_id, question.category, turn, {n: [] for n in names}, differences)
-                for name, answer in answers.items():
-                    samples[key].answers[name].append(answer)
+        study(engine)
+    asked = Asked(arguments, options.max_prompt_tokens, options.budget, options.memory)
+    session = Session(engine, options.decodings or default_lanes(engine), asked)
+    cost = measure_cost(engine)
+    planned = options.runs * len(questions)
+    bar = tqdm(total=planned, desc="warming up", unit="question", file=sys.stderr)
+    replayed = None
+    try:
+        with bar:
+            session.warm_up(questions[0])
+            for index in range(options.runs):
+                lanes = session.lanes(record=index == 0)
+                for question in questions:
+                    bar.set_description(f"run {index + 1} of {options.runs}, {question.category}")
+                    session.ask(question, lanes, bar.set_postfix_str)
+                    bar.update()
+        if session.traces:
+            with replay_bar(len(session.traces)) as bar:
+                replayed = by_budget(session.traces, engine.speculator, bar.update)
+    except KeyboardInterrupt:
+        if not session.done:
+            raise
+    if options.record:
+        vocabulary = model_file("vocabulary", engine.model).name
+        Recording(engine.name, engine.target.vocab_size, vocabulary, tuple(session.traces)).save(options.record)
     setup = {
-        "model": engine.name,
-        "dtype": str(engine.model.dtype).removeprefix("torch."),
-        "device": str(engine.target.device),
-        "threads": torch.get_num_threads(),
+        **machine(engine),
         "budget": options.budget,
         "memory": options.memory,
         "temperature": options.temperature,
         "vocabulary": {"tokens": engine.vocabulary.adjacent, "rounds": engine.vocabulary.rounds},
+        "asked": session.done,
+        "planned": planned,
     }
-    return {"setup": setup, **fold(list(samples.values()), names)}
+    folded = {"setup": setup, **fold(list(session.samples.values()), session.names), "cost": cost}
+    return folded if replayed is None else {**folded, "by_budget": replayed}
+
+
+def replay(options: argparse.Namespace) -> dict[str, Any]:
+    """Score the speculator on recorded replies; with ``--fit`` first write weights fitted to them.
+
+    Raises TracesError.
+    """
+    recording, traces, vocabulary = load_traces(options.replay, options.categories)
+    setup = {
+        "recording": str(options.replay),
+        "model": recording.model,
+        "replies": len(traces),
+        "vocabulary": None if vocabulary is None else {"tokens": vocabulary.adjacent, "rounds": vocabulary.rounds},
+    }
+    if options.fit:
+        with tqdm(desc="fitting", total=1.0, file=sys.stderr) as bar:
+
+            def report(what: str, share: float) -> None:
+                bar.set_description(what)
+                bar.update(share - bar.n)
+
+            np.save(options.fit, prior(traces, recording.vocab_size, vocabulary, report))
+    with replay_bar(len(traces)) as bar:
+        figures = by_budget(
+            traces,
+            lambda memory: HybridSpeculator(vocab_size=recording.vocab_size, memory=memory, vocabulary=vocabulary),
+            bar.update,
+        )
+    return {"setup": setup, "by_budget": figures}
+
+
+def time_random_weights(options: argparse.Namespace) -> dict[str, Any]:
+    """What a model of a given shape costs. Raises LoadError, UnsupportedModelError."""
+    model, tokenizer = random_model(options.random_weights, options.device, options.dtype)
+    engine = SpeculativeEngine(model, tokenizer)
+    asked = Asked({"max_new_tokens": options.max_new_tokens}, options.max_prompt_tokens)
+    if (needed := asked.prompt_limit + options.max_new_tokens) > engine.target.context_limit:
+        raise LoadError(
+            f"{options.random_weights} has a context of {engine.target.context_limit} tokens, and {needed} were asked for: "
+            "lower --max-prompt-tokens or --max-new-tokens."
+        )
+    names = options.decodings or [name for name in default_lanes(engine) if name in SHAPE_LANES]
+    cost = measure_cost(engine)
+    prompts = options.limit or 4
+    with tqdm(total=prompts * (options.runs + 1), desc="timing random weights", unit="prompt", file=sys.stderr) as bar:
+        folded = fold(time_shape(engine, names, asked, prompts, options.runs, bar.update), names)
+    lanes = {name: {figure: figures[figure] for figure in OF_TIME} for name, figures in folded["lanes"].items()}
+    weights = "random: times only, nothing here depends on what a model says"
+    return {"setup": {**machine(engine), "model": options.random_weights, "weights": weights}, "lanes": lanes, "cost": cost}
+
+
+def default_lanes(engine: SpeculativeEngine) -> list[str]:
+    """All lanes that make sense on the engine's device."""
+    return [name for name in LANES if name != STATIC or engine.target.device.type == "cuda"]
+
+
+def study(engine: SpeculativeEngine) -> None:
+    """Complete what is known of the model, with a bar."""
+    with tqdm(desc="studying the model", total=1.0, file=sys.stderr) as bar:
+
+        def report(what: str, share: float) -> bool:
+            bar.set_description(what)
+            bar.update(share - bar.n)
+            return True
+
+        engine.study(report)
+
+
+def replay_bar(traces: int) -> tqdm[Any]:
+    """A bar for `by_budget`."""
+    return tqdm(total=traces * len(BUDGETS) * len(MEMORIES), desc="replaying", unit="reply", file=sys.stderr)
+
+
+def machine(engine: SpeculativeEngine) -> dict[str, Any]:
+    """What is measured, on what."""
+    return {
+        "model": engine.name,
+        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "device": str(engine.target.device),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def main() -> int:
-    """Run, print the table, write what was asked for."""
-    options = parser().parse_args()
+    """Run, print the tables, write what was asked for; 130 if interrupted, as shells have it."""
+    arguments = parser()
+    options = arguments.parse_args()
     try:
-        folded = run(options)
-    except (LoadError, UnsupportedModelError, QuestionsError) as error:
+        check(options)
+    except ValueError as error:
+        arguments.error(str(error))
+    try:
+        folded = replay(options) if options.replay else time_random_weights(options) if options.random_weights else run(options)
+    except (LoadError, UnsupportedModelError, QuestionsError, TracesError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(", ".join(f"{name} {value}" for name, value in folded["setup"].items()))
-    print(table(folded))
+    except KeyboardInterrupt:
+        print("interrupted before there was anything to report", file=sys.stderr)
+        return 130
+    setup = folded["setup"]
+    print(", ".join(f"{name} {value}" for name, value in setup.items()))
+    if "lanes" in folded:
+        print(table(folded))
+    if "by_budget" in folded:
+        print("\nReplayed offline:" if "lanes" in folded else "", budget_table(folded["by_budget"]), sep="\n")
     if options.json:
         options.json.write_text(json.dumps(folded, indent=1) + "\n", encoding="utf-8")
     if options.html:
         options.html.write_text(to_html(folded), encoding="utf-8")
+    if setup.get("asked") != setup.get("planned"):
+        print(f"interrupted: these are the figures of {setup['asked']} of {setup['planned']} questions", file=sys.stderr)
+        return 130
     return 0
 
 

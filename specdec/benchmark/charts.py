@@ -8,6 +8,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from specdec.benchmark.report import table
+from specdec.benchmark.traces import budget_table
 
 COLOURS = {
     "plain": "#8a8f98",
@@ -15,6 +16,7 @@ COLOURS = {
     "tree": "#0a7d5a",
     "transformers": "#b07d2b",
     "transformers-prompt-lookup": "#8c4a9c",
+    "transformers-static": "#c44e52",
 }
 
 _STYLE = (
@@ -23,13 +25,20 @@ _STYLE = (
 
 
 def to_html(folded: dict[str, Any]) -> str:
-    """All charts and the table of `specdec.benchmark.report.fold`'s figures."""
-    lanes = folded["lanes"]
-    engine_lanes = {name: figures for name, figures in lanes.items() if "shares" in figures}
-    charts = [_speedups(lanes, base) for base in ("transformers", "plain") if base in lanes]
-    charts += [_tokens_per_pass(lanes), _calibration(engine_lanes), _shares(engine_lanes)]
+    """All charts and tables of what `python -m specdec.benchmark` found: of a run, of a replay, or of a shape's cost."""
+    charts: list[go.Figure] = []
+    tables: list[str] = []
+    if lanes := folded.get("lanes"):
+        tables.append(table(folded))
+        charts += [_speedups(lanes, base) for base in ("transformers", "plain") if base in lanes]
+        if engine_lanes := {name: figures for name, figures in lanes.items() if "shares" in figures}:
+            charts += [_tokens_per_pass(lanes), _calibration(engine_lanes), _buckets(engine_lanes), _shares(engine_lanes)]
     if "by_budget" in folded:
         charts.append(_by_budget(folded["by_budget"]))
+        tables.append(budget_table(folded["by_budget"]))
+    if "cost" in folded:
+        charts.append(_cost(folded["cost"]))
+    setup = ", ".join(f"{name} {value}" for name, value in folded["setup"].items())
     divs = [
         chart.update_layout(template="plotly_white", height=380, margin={"t": 60, "r": 20}).to_html(
             full_html=False, include_plotlyjs=index == 0, config={"displaylogo": False, "showSendToCloud": False}
@@ -38,7 +47,9 @@ def to_html(folded: dict[str, Any]) -> str:
     ]
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>specdec benchmark</title><style>{_STYLE}</style>'
-        f"<h1>Speculative decoding, measured</h1>{''.join(divs)}<h2>Table</h2><pre>{html.escape(table(folded))}</pre></html>"
+        f"<h1>Speculative decoding, measured</h1><p>{html.escape(setup)}</p>{''.join(divs)}<h2>Tables</h2>"
+        + "".join(f"<pre>{html.escape(text)}</pre>" for text in tables)
+        + "</html>"
     )
 
 
@@ -47,7 +58,8 @@ def _speedups(lanes: dict[str, Any], base: str) -> go.Figure:
     for name, figures in lanes.items():
         if name == base:
             continue
-        summaries = {"all": figures, **figures["by_category"]}
+        summaries = {"all": figures, **figures.get("by_category", {})}
+        summaries = {name: f for name, f in summaries.items() if f[f"speedup_vs_{base}"] is not None}
         values = [f[f"speedup_vs_{base}"] for f in summaries.values()]
         means = [value["geomean"] for value in values]
         figure.add_bar(
@@ -88,6 +100,22 @@ def _calibration(lanes: dict[str, Any]) -> go.Figure:
     return figure.update_xaxes(title="expected").update_yaxes(title="actual")
 
 
+def _buckets(lanes: dict[str, Any]) -> go.Figure:
+    figure = go.Figure(layout={"title": "Calibration by score: how often nodes were thought to be accepted, and were"})
+    for name, figures in lanes.items():
+        buckets = figures["calibration"]
+        figure.add_scatter(
+            name=name,
+            x=[bucket["expected"] for bucket in buckets],
+            y=[bucket["accepted"] for bucket in buckets],
+            text=[f"{bucket['nodes']} nodes" for bucket in buckets],
+            mode="lines+markers",
+            line_color=COLOURS[name],
+        )
+    figure.add_scatter(x=[0, 1], y=[0, 1], mode="lines", line={"dash": "dash", "color": "#999"}, name="perfect")
+    return figure.update_xaxes(title="score").update_yaxes(title="accepted")
+
+
 def _shares(lanes: dict[str, Any]) -> go.Figure:
     figure = go.Figure(layout={"title": "Where a step's time goes", "barmode": "stack"})
     for part in ("verify", "draft", "accept", "commit"):
@@ -95,9 +123,23 @@ def _shares(lanes: dict[str, Any]) -> go.Figure:
     return figure.update_yaxes(title="% of decode time")
 
 
-def _by_budget(by_budget: dict[str, float]) -> go.Figure:
-    figure = go.Figure(layout={"title": "Tokens per pass by node budget (replayed from the recorded text)"})
-    figure.add_scatter(
-        x=[int(b) for b in by_budget], y=list(by_budget.values()), mode="lines+markers", line_color=COLOURS["tree"]
-    )
+def _by_budget(by_budget: dict[str, dict[str, dict[str, Any]]]) -> go.Figure:
+    figure = go.Figure(layout={"title": "Tokens per pass by node budget (recorded replies, replayed offline)"})
+    for memory, budgets in by_budget.items():
+        figure.add_scatter(
+            name=f"{memory} memory",
+            x=[int(budget) for budget in budgets],
+            y=[figures["tokens_per_pass"] for figures in budgets.values()],
+            mode="lines+markers",
+            line={"color": COLOURS["tree"], "dash": "dot" if memory == "cold" else "solid"},
+        )
     return figure.update_xaxes(title="nodes besides the root").update_yaxes(title="tokens per pass")
+
+
+def _cost(cost: dict[str, Any]) -> go.Figure:
+    figure = go.Figure(layout={"title": "Cost of a target pass by width, and the memory's limit for a plain one"})
+    milliseconds = {int(width): 1e3 * seconds for width, seconds in cost["pass_seconds"].items()}
+    figure.add_scatter(x=list(milliseconds), y=list(milliseconds.values()), mode="lines+markers", line_color=COLOURS["tree"])
+    limit = 1e3 / cost["limit_tokens_per_second"]
+    figure.add_hline(y=limit, line_dash="dash", annotation_text=f"reading everything once: {limit:.2f} ms")
+    return figure.update_xaxes(title="nodes, root included").update_yaxes(title="milliseconds", rangemode="tozero")

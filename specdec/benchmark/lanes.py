@@ -12,23 +12,30 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from specdec.engine import Conversation, SpeculativeEngine
-from specdec.speculators import Speculator
+from specdec.speculators import Speculator, TopK
+from specdec.speculators.replay import Recorder
 from specdec.stats import Stats
 from specdec.step import Step
 
-LANES = ("plain", "linear", "tree", "transformers", "transformers-prompt-lookup")
+LANES = ("plain", "linear", "tree", "transformers", "transformers-prompt-lookup", "transformers-static")
+STATIC = LANES[-1]
+"""generate with a static cache, which transformers compiles on CUDA; elsewhere it has no advantage, and is no default lane."""
 PROMPT_LOOKUP_TOKENS = 10
 """``prompt_lookup_num_tokens`` of the peer lane: the value of transformers' own documentation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One lane's reply to one prompt: its tokens, and for every target pass after prefill (tokens, seconds)."""
+    """One lane's reply to one prompt: its tokens, and for every target pass after prefill (tokens, seconds).
+
+    ``view``, where it was asked for: what the target said after every position of prompt and reply but the last.
+    """
 
     token_ids: tuple[int, ...]
     passes: tuple[tuple[int, float], ...]
     prefill_seconds: float
     steps: tuple[Step, ...] = ()
+    view: TopK | None = None
 
     def rate(self, tokens: int) -> float:
         """Decode tokens per second over the first ``tokens`` tokens (whole passes)."""
@@ -53,17 +60,22 @@ class Lane(Protocol):
 
 @dataclass
 class EngineLane:
-    """plain, linear or tree decoding by this engine, every turn of a question in one conversation."""
+    """plain, linear or tree decoding by this engine, every turn of a question in one conversation.
+
+    ``record``: its answers hold the target's view. Plain decoding asks for none.
+    """
 
     engine: SpeculativeEngine
     decoding: str
     budget: int | str
     speculator: Callable[[], Speculator]
+    record: bool = False
     conversation: Conversation = field(init=False)
 
     def start(self) -> None:
         """A fresh conversation; what the speculator remembers across conversations is the factory's business."""
-        self.conversation = Conversation(self.engine.target.new_cache(), self.speculator())
+        speculator = Recorder(self.speculator()) if self.record else self.speculator()
+        self.conversation = Conversation(self.engine.target.new_cache(), speculator)
 
     def answer(self, prompt: Sequence[int], arguments: dict[str, Any]) -> Answer:
         """Stream the reply, timing each step from outside: everything the engine does counts."""
@@ -81,7 +93,9 @@ class EngineLane:
             steps.append(step)
             passes.append((len(step.token_ids), seconds - step.timings.prefill))
         tokens = tuple(token for step in steps for token in step.token_ids)
-        return Answer(tokens, tuple(passes), steps[0].timings.prefill, tuple(steps))
+        speculator = self.conversation.speculator
+        view = speculator.view if isinstance(speculator, Recorder) else None
+        return Answer(tokens, tuple(passes), steps[0].timings.prefill, tuple(steps), view)
 
 
 class _PassClock(StoppingCriteria):  # type: ignore[misc]
@@ -91,6 +105,7 @@ class _PassClock(StoppingCriteria):  # type: ignore[misc]
         self.ticks: list[tuple[int, float]] = []
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        synchronize(input_ids.device)  # generate waits for the token right after this anyway
         self.ticks.append((input_ids.shape[1], time.perf_counter()))
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
@@ -123,6 +138,12 @@ class TransformersLane:
             for (length_before, moment_before), (length, moment) in zip(clock.ticks, clock.ticks[1:], strict=False)
         ]
         return Answer(tuple(output[0, len(prompt) :].tolist()), tuple(passes), clock.ticks[0][1] - start)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what was queued on a CUDA ``device``; nowhere else is a clock read before the work is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def stats(answers: Sequence[Answer]) -> Stats:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from specdec.benchmark.cost import cost_text
 from specdec.benchmark.lanes import Answer, stats
 
 
@@ -53,11 +54,16 @@ def fold(samples: Sequence[Sample], lanes: Sequence[str]) -> dict[str, Any]:
 
 
 def _figures(samples: Sequence[Sample], lane: str) -> dict[str, Any]:
+    """The figures of one lane; a question counts as identical if every one of its turns is.
+
+    What has nothing to be compared with (no such lane; another source of randomness) is None.
+    """
     answers = [answer for sample in samples for answer in sample.answers[lane]]
     passes = [timed for answer in answers for timed in answer.passes]
     tokens, seconds = sum(count for count, _ in passes), sum(duration for _, duration in passes)
     figures: dict[str, Any] = {
-        "questions": len(samples),
+        "questions": len({sample.question_id for sample in samples}),
+        "turns": len(samples),
         "tokens": tokens,
         "passes": len(passes),
         "tokens_per_pass": tokens / len(passes) if passes else 0.0,
@@ -65,25 +71,28 @@ def _figures(samples: Sequence[Sample], lane: str) -> dict[str, Any]:
         "prefill_seconds": statistics.fmean(answer.prefill_seconds for answer in answers),
     }
     for base in ("plain", "transformers"):
-        if base in samples[0].answers:
-            ratios = [ratio for sample in samples if (ratio := sample.speedup(lane, base)) is not None]
-            figures[f"speedup_vs_{base}"] = _ratio_summary(ratios)
-    if lane in samples[0].differences:
-        differences = [d for sample in samples if (d := sample.differences[lane]) is not None]
-        figures["identical"] = len(samples) - len(differences)
-        figures["differences"] = [{"position": d.position, "margin": d.margin} for d in differences]
+        speedups = (sample.speedup(lane, base) for sample in samples if base in sample.answers)
+        figures[f"speedup_vs_{base}"] = _ratio_summary([ratio for ratio in speedups if ratio is not None])
+    figures["identical"] = None
+    if all(lane in sample.differences for sample in samples):
+        differing = [(sample.question_id, d) for sample in samples if (d := sample.differences[lane]) is not None]
+        figures["identical"] = figures["questions"] - len({question for question, _ in differing})
+        figures["differences"] = [{"question": q, "position": d.position, "margin": d.margin} for q, d in differing]
     if answers[0].steps:
         folded = stats(answers)
         figures["acceptance_rate"] = folded.acceptance_rate
         figures["expected_tokens_per_pass"] = folded.expected_tokens_per_pass
         figures["nodes_per_pass"] = folded.drafted / folded.passes
         figures["acceptance_by_depth"] = _acceptance_by_depth(answers)
+        figures["calibration"] = _calibration(answers)
         figures["shares"] = _shares(answers)
     return figures
 
 
-def _ratio_summary(ratios: Sequence[float]) -> dict[str, Any]:
+def _ratio_summary(ratios: Sequence[float]) -> dict[str, Any] | None:
     """Geometric mean, standard deviation, and a 95 % bootstrap interval of the mean (2,000 resamples, fixed seed)."""
+    if not ratios:
+        return None
     logs = np.log(ratios)
     resampled = np.random.default_rng(0).choice(logs, (2000, len(logs))).mean(1)
     low, high = np.exp(np.percentile(resampled, [2.5, 97.5]))
@@ -102,6 +111,28 @@ def _acceptance_by_depth(answers: Iterable[Answer]) -> list[float]:
     return [accepted[depth] / reached[depth] for depth in sorted(reached)]
 
 
+def _calibration(answers: Iterable[Answer]) -> list[dict[str, float]]:
+    """Drafted nodes in ten buckets of their score: how likely they were thought to be accepted, and the share that was."""
+    scores, accepted = [np.zeros(0, np.float32)], [np.zeros(0, np.bool_)]
+    for answer in answers:
+        for step in answer.steps:
+            if step.tree.scores is not None:
+                scores.append(step.tree.scores[1:])
+                accepted.append(np.isin(np.arange(1, len(step.tree)), step.verdict.path))
+    score, hit = np.concatenate(scores), np.concatenate(accepted)
+    bucket = np.minimum((score * 10).astype(np.int64), 9)
+    return [
+        {
+            "from": b / 10,
+            "to": (b + 1) / 10,
+            "nodes": int((bucket == b).sum()),
+            "expected": float(score[bucket == b].mean()),
+            "accepted": float(hit[bucket == b].mean()),
+        }
+        for b in np.unique(bucket).tolist()
+    ]
+
+
 def _shares(answers: Iterable[Answer]) -> dict[str, float]:
     timings = [step.timings for answer in answers for step in answer.steps]
     total = sum(timing.decode for timing in timings)
@@ -109,40 +140,66 @@ def _shares(answers: Iterable[Answer]) -> dict[str, float]:
     return {part: sum(getattr(timing, part) for timing in timings) / total for part in parts}
 
 
-_COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
-    ("tokens", lambda f: f"{f['tokens']}"),
-    ("passes", lambda f: f"{f['passes']}"),
-    ("tok/pass", lambda f: f"{f['tokens_per_pass']:.2f}"),
-    ("expected", lambda f: f"{f['expected_tokens_per_pass']:.2f}" if "expected_tokens_per_pass" in f else "-"),
-    ("nodes", lambda f: f"{f['nodes_per_pass']:.1f}" if "nodes_per_pass" in f else "-"),
-    ("tok/s", lambda f: f"{f['decode_tokens_per_second']:.1f}"),
-    ("x plain", lambda f: _interval(f.get("speedup_vs_plain"))),
-    ("x transformers", lambda f: _interval(f.get("speedup_vs_transformers"))),
-    ("identical", lambda f: f"{f['identical']}/{f['questions']}" if "identical" in f else "-"),
+_COLUMNS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
+    ("tokens", "tokens", lambda f: f"{f['tokens']}"),
+    ("passes", "passes", lambda f: f"{f['passes']}"),
+    ("tok/pass", "tokens_per_pass", lambda f: f"{f['tokens_per_pass']:.2f}"),
+    ("expected", "expected_tokens_per_pass", lambda f: f"{f['expected_tokens_per_pass']:.2f}"),
+    ("nodes", "nodes_per_pass", lambda f: f"{f['nodes_per_pass']:.1f}"),
+    ("tok/s", "decode_tokens_per_second", lambda f: f"{f['decode_tokens_per_second']:.1f}"),
+    ("x plain", "speedup_vs_plain", lambda f: _interval(f["speedup_vs_plain"])),
+    ("x transformers", "speedup_vs_transformers", lambda f: _interval(f["speedup_vs_transformers"])),
+    ("identical", "identical", lambda f: f"{f['identical']}/{f['questions']}"),
 )
+"""Title, the figure that must be there, and how it is written."""
 
 
-def _interval(summary: dict[str, Any] | None) -> str:
-    if summary is None:
-        return "-"
+def _interval(summary: dict[str, Any]) -> str:
     low, high = summary["ci95"]
     return f"{summary['geomean']:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def table(folded: dict[str, Any]) -> str:
-    """The figures as a Markdown table: every lane, then every lane by category."""
-    header = ["lane", "category", *(name for name, _ in _COLUMNS)]
-    rows = [[lane, "all", *(cell(f) for _, cell in _COLUMNS)] for lane, f in folded["lanes"].items()]
-    for lane, figures in folded["lanes"].items():
-        rows += [[lane, category, *(cell(f) for _, cell in _COLUMNS)] for category, f in figures["by_category"].items()]
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    lines = [header, ["-" * width for width in widths], *rows]
-    text = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines]
-    notes = [
-        f"{lane}: draft {shares['draft']:.1%}, verify {shares['verify']:.1%}, accept {shares['accept']:.1%}, "
-        f"commit {shares['commit']:.1%} of decode time; accepted at depth 1, 2, ...: "
-        + " ".join(f"{share:.0%}" for share in figures["acceptance_by_depth"][:10])
-        for lane, figures in folded["lanes"].items()
-        if (shares := figures.get("shares"))
-    ]
-    return "\n".join([*text, "", *notes])
+    """The figures as a Markdown table, every lane, then every lane by category; below it what does not fit into one."""
+    lanes = folded["lanes"]
+    columns = [column for column in _COLUMNS if any(f.get(column[1]) is not None for f in lanes.values())]
+
+    def row(lane: str, category: str, figures: dict[str, Any]) -> list[str]:
+        return [lane, category, *("-" if figures.get(key) is None else cell(figures) for _, key, cell in columns)]
+
+    rows = [["lane", "category", *(title for title, _, _ in columns)], *(row(lane, "all", f) for lane, f in lanes.items())]
+    for lane, figures in lanes.items():
+        rows += [row(lane, category, f) for category, f in figures.get("by_category", {}).items()]
+    notes = [f"{lane}: {_note(figures)}" for lane, figures in lanes.items() if "shares" in figures]
+    notes += [f"{lane} leaves plain's text {_leavings(found)}" for lane, f in lanes.items() if (found := f.get("differences"))]
+    told = {lane: f.get("identical") is not None for lane, f in lanes.items()}
+    if any(told.values()) and not all(told.values()):
+        others = ", ".join(lane for lane in lanes if not told[lane])
+        notes.append(f"{others}: other draws than plain's, so not comparable token by token")
+    if "cost" in folded:
+        notes.append(cost_text(folded["cost"]))
+    return "\n".join([markdown(rows), "", *notes])
+
+
+def _note(figures: dict[str, Any]) -> str:
+    shares, depths, buckets = figures["shares"], figures["acceptance_by_depth"][:10], figures["calibration"]
+    text = ", ".join(f"{part} {share:.1%}" for part, share in shares.items()) + " of decode time"
+    if depths:
+        text += "; accepted at depth 1, 2, ...: " + " ".join(f"{share:.0%}" for share in depths)
+    if buckets:
+        text += "; accepted (expected): " + ", ".join(f"{b['accepted']:.0%} ({b['expected']:.0%})" for b in buckets)
+    return text
+
+
+def _leavings(differences: Sequence[dict[str, Any]]) -> str:
+    """Where, in the first few turns that differ."""
+    shown = ", ".join(f"at token {d['position']} ({d['margin']:.3f})" for d in differences[:8])
+    turns = "1 turn" if len(differences) == 1 else f"{len(differences)} turns"
+    return f"in {turns} (the target's top-2 margin there, nats): {shown}{', ...' * (len(differences) > 8)}"
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; the first row is its header."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [rows[0], ["-" * width for width in widths], *rows[1:]]
+    return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines)

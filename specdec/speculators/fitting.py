@@ -1,7 +1,8 @@
 """How the mixer's prior is made: gradient descent on recorded verdicts.
 
-`lessons` replays recorded greedy replies and notes, for every token that the target emitted, what each source had to say;
-`fit` minimises the mixer's log-loss on them (Adam, arXiv 1412.6980). The gradient is the one that `learn` follows online.
+`lessons` replays recorded replies and notes, for every token that the target emitted, what each source had to say; `fit`
+minimises the mixer's log-loss on them (Adam, arXiv 1412.6980). The gradient is the one that `learn` follows online. `prior`
+is the recipe by which the shipped ``prior.npy`` was made, from one model's replies to 240 questions.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from specdec.speculators.candidates import Opinions, candidate_of, gather
 from specdec.speculators.evidence import LONGEST
 from specdec.speculators.growth import suffix_at
 from specdec.speculators.hybrid import HybridSpeculator
+from specdec.speculators.memory import Memory
 from specdec.speculators.mixer import HIDDEN, NONE_READ, READ, WEIGHTS_SHAPE, empty_workspace, learn, mix
 from specdec.speculators.replay import Trace, replay
+from specdec.speculators.vocabulary import Vocabulary
 
 SMALL_STEP = 1e-3  # a step this small measures the gradient
+BUDGET = 32  # nodes per pass while lessons are noted
 
 
 class Lesson(NamedTuple):
@@ -67,6 +71,33 @@ def lessons(traces: Iterable[Trace], budget: int, speculator: Callable[[], Hybri
     return notes
 
 
+def prior(
+    traces: Sequence[Trace],
+    vocab_size: int,
+    vocabulary: Vocabulary | None,
+    progress: Callable[[str, float], None] = lambda what, share: None,
+) -> NDArray[np.float32]:
+    """Weights [ROWS, HIDDEN] fitted to ``traces`` replayed under every combination of sources that a user may have.
+
+    With an empty memory and one carried along, each with the ``vocabulary`` (where given) and without; and with the context
+    alone. ``progress(what, share done)`` is called now and then.
+    """
+    notes: list[Lesson] = []
+    settings = [(carried, known, True) for known in dict.fromkeys((vocabulary, None)) for carried in (False, True)]
+    settings.append((False, None, False))
+    for index, (carried, known, recycling) in enumerate(settings):
+        progress("replaying", index / len(settings))
+        memory = Memory() if carried else None
+
+        def speculator(
+            memory: Memory | None = memory, known: Vocabulary | None = known, recycling: bool = recycling
+        ) -> HybridSpeculator:
+            return HybridSpeculator(vocab_size=vocab_size, memory=memory, vocabulary=known, recycling=recycling)
+
+        notes += lessons(traces, BUDGET, speculator)
+    return fit(notes, random_weights(np.random.default_rng(0)), progress=lambda share: progress("fitting", share))
+
+
 def random_weights(rng: np.random.Generator) -> NDArray[np.float32]:
     """Where `fit` may start: small weights, and read-outs large enough for a gradient."""
     weights = rng.normal(0, 0.07, WEIGHTS_SHAPE)
@@ -82,6 +113,7 @@ def fit(
     rate: float = 0.003,
     batch: int = 64,
     seed: int = 0,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> NDArray[np.float32]:
     """Weights that explain ``notes`` better than ``weights``; the rate falls linearly to 0."""
     rng = np.random.default_rng(seed)
@@ -92,6 +124,7 @@ def fit(
     for _ in range(epochs):
         order = rng.permutation(len(notes))
         for start in range(0, len(order), batch):
+            progress(step / steps)
             chosen = order[start : start + batch]
             moved = weights.copy()
             for note in (notes[i] for i in chosen):

@@ -37,7 +37,7 @@ from transformers import (
 
 from specdec.devices import check_memory, choose_device, choose_dtype
 from specdec.embedded import EMBEDDED_NAME, Progress, embedded_folder, reporting_bar
-from specdec.errors import LoadError, first_line
+from specdec.errors import LoadError, first_line, is_out_of_memory
 
 __all__ = ["LoadError", "LoadedModel", "load"]
 
@@ -244,8 +244,7 @@ def _one_line(source: _Source) -> Iterator[None]:
 
 def _explain(source: _Source, error: Exception) -> str:
     text, detail = str(error), first_line(error)
-    out_of_memory = ("allocate memory", "not enough memory", "out of memory")
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(words in text for words in out_of_memory):
+    if is_out_of_memory(error):
         return f"Out of memory while loading {source}: choose a smaller --model, --dtype bfloat16, or another --device."
     if "trust_remote_code" in text:
         return f"{source} runs its own Python code: start with --trust-remote-code if you trust its author."

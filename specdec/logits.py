@@ -35,9 +35,7 @@ def top_tokens(logits: Tensor, k: int) -> TopK:
     """
     k = min(k, logits.shape[1])
     if logits.device.type != "cpu":
-        values, places = logits.topk(k, dim=-1)
-        logprobs = values - logits.logsumexp(-1, keepdim=True)
-        return TopK(places.to(torch.int32).cpu().numpy(), logprobs.cpu().numpy())
+        return fetch(logits, None, k)[1]
     if short := -logits.shape[1] % BLOCK:
         logits = torch.nn.functional.pad(logits, (0, short), value=-torch.inf)
     blocks = logits.reshape(len(logits), -1, BLOCK).amax(-1)
@@ -48,6 +46,21 @@ def top_tokens(logits: Tensor, k: int) -> TopK:
     tail_weight = np.where(tail < best[:, -1:], np.exp(tail - best[:, :1]), 0).sum(-1, keepdims=True) * stride
     weight = np.exp(best - best[:, :1]).sum(-1, keepdims=True) + tail_weight
     return TopK(token_ids, best - best[:, :1] - np.log(weight))
+
+
+@torch.inference_mode()
+def fetch(logits: Tensor, choices: Tensor | None, k: int) -> tuple[list[int], TopK]:
+    """``choices`` [N], where given, and the ``k`` most probable next tokens of ``logits`` [N, V] float32, best first.
+
+    Computed where they lie and brought to the host in one transfer, the only one that waits for the device.
+    """
+    k = min(k, logits.shape[1])
+    values, places = logits.topk(k, dim=-1)
+    logprobs = values - logits.logsumexp(-1, keepdim=True) if k else values
+    chosen = logits.new_empty(len(logits), 0) if choices is None else choices[:, None]
+    packed = torch.cat([chosen.to(torch.int32), places.to(torch.int32), logprobs.view(torch.int32)], dim=1).cpu().numpy()
+    own, token_ids, bits = np.split(packed, [chosen.shape[1], chosen.shape[1] + k], axis=1)
+    return own.ravel().tolist(), TopK(token_ids, np.ascontiguousarray(bits).view(np.float32))
 
 
 @compiled

@@ -100,7 +100,7 @@ class SpeculativeEngine:
             self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         warm_up()
         self.target = TargetModel(self.model, static)
-        self.pass_cost = self.target.measure_cost()
+        self.pass_cost = self.target.measure_cost(progress=loading.get("progress") or (lambda *_: None))
         self.memory = memory
         self.vocabulary = load_vocabulary(self.model)
         self._speculator = speculator or self.speculator

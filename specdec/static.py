@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 BUCKETS = (*WIDTHS, WIDTHS[-1] + 1)
 """Nodes (root included) that a pass is padded to; the last fits the largest tree, 64 nodes and the root."""
-PADDING = 64
-"""Positions that a cache must be able to hold beyond its maximum; no pass has more rows of padding."""
+PADDING = 128
+"""Positions that a cache must be able to hold beyond what is committed, for a pass and its padding."""
 
 Forward = Callable[[Tensor, Cache, Tensor, Tensor], Tensor]
 """Logits [1, W, V] of token ids [1, W] with a cache at positions [1, W] under an additive mask [1, 1, W, L]."""
@@ -54,6 +54,7 @@ class StaticPass:
         self._tenant: Callable[[], TreeCache | None] = lambda: None
         self._inputs = {width: _Inputs(width, self._device) for width in BUCKETS}
         self._logits = torch.zeros(BUCKETS[-1], vocab_size, device=self._device)
+        self._stream = torch.cuda.Stream(self._device) if capture else None  # type: ignore[no-untyped-call]
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._bound: list[int] = []  # the capacities of the buffers that the graphs know; another one, another buffer
 
@@ -63,11 +64,11 @@ class StaticPass:
         if tenant is cache:
             return
         if tenant is not None:
-            tenant.slabs = [slab.resized(tenant.bucket(tenant.length + BUCKETS[-1])) for slab in self._home.slabs]
+            tenant.slabs = [slab.resized(tenant.bucket(tenant.length + PADDING)) for slab in self._home.slabs]
             self._tenant = lambda: None
         if cache.slabs[0].capacity:
             self._home.length = cache.length
-            self._home.reserve(0, BUCKETS[-1])
+            self._home.reserve(0, PADDING)
             for mine, theirs in zip(self._home.slabs, cache.slabs, strict=True):
                 mine.take(theirs)
         cache.slabs = self._home.slabs
@@ -106,12 +107,13 @@ class StaticPass:
 
     def _captured(self, width: int, length: int) -> torch.cuda.CUDAGraph:
         log.info("capturing the target pass over %d nodes and %d positions", width, length)
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        graph, stream, caller = torch.cuda.CUDAGraph(), self._stream, torch.cuda.current_stream(self._device)
         pool = next((other.pool() for other in self._graphs.values()), None)  # no pass needs what another one left there
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+        assert stream is not None
+        stream.wait_stream(caller)
         with torch.cuda.stream(stream):  # what libraries set up at their first call must not be captured
             self._pass(width, length)
-        torch.cuda.current_stream(self._device).wait_stream(stream)
+        caller.wait_stream(stream)
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self._pass(width, length)
         return graph

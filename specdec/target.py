@@ -147,10 +147,12 @@ class TargetModel:
         """Something that writes many texts of up to ``max_length`` tokens at once."""
         return BatchWriter(self, max_length, top_k)
 
-    def measure_cost(self, context: int = 256, repeats: int = 3) -> PassCost:
+    def measure_cost(
+        self, context: int = 256, repeats: int = 3, progress: Callable[[str, float | None], None] = lambda *_: None
+    ) -> PassCost:
         """Time passes of every width in `WIDTHS` behind ``context`` tokens: the median of ``repeats``, widths interleaved.
 
-        Where passes are padded to some widths, the others cost what the padded ones do.
+        Where passes are padded to some widths, the others cost what the padded ones do. ``progress`` is told the share done.
         """
         context = min(context, self.context_limit // 2)
         known = WIDTHS if self._static is None else BUCKETS
@@ -159,6 +161,7 @@ class TargetModel:
         self.prefill(cache, [token % self.vocab_size for token in range(context)])
         samples: dict[int, list[float]] = {width: [] for width in widths}
         for repeat in range(repeats + 1):
+            progress(f"measuring what a pass costs on {self.device}", repeat / (repeats + 1))
             for width in widths:
                 tree = TokenTree.chain([token % self.vocab_size for token in range(width)])
                 start = time.perf_counter()

@@ -93,7 +93,7 @@ def test_law_2_greedy_with_penalties_agrees_with_transformers(path: str) -> None
 
 
 @pytest.mark.parametrize("path", PATHS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32), honesty=st.floats(0, 1), budget=st.integers(0, 64), sampled=st.booleans())
 def test_law_3_no_proposal_changes_the_output(seed: int, honesty: float, budget: int, sampled: bool, path: str) -> None:
     engine = tiny_engine(path=path)

@@ -21,6 +21,7 @@ from specdec.engine import SpeculativeEngine
 from specdec.errors import MemoryFullError
 from specdec.request import MAX_BUDGET
 from specdec.static import BUCKETS, PADDING, bucket
+from specdec.step import Step
 from specdec.target import TargetModel
 from specdec.tree import TokenTree
 
@@ -47,7 +48,7 @@ def replayed(architecture: str = "llama") -> SpeculativeEngine:
 
 def test_the_largest_tree_fits_the_widest_pass_and_its_padding_fits_the_cache() -> None:
     assert BUCKETS[-1] == MAX_BUDGET + 1
-    assert max(bucket(size) - size for size in range(1, BUCKETS[-1] + 1)) <= PADDING
+    assert max(bucket(size) for size in range(1, BUCKETS[-1] + 1)) <= PADDING
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -187,24 +188,24 @@ def test_law_6_out_of_memory_ends_the_reply_in_one_line_and_the_conversation_goe
 ) -> None:
     engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer(), static=path == "replayed")
     chat = engine.conversation()
-    resized = Slab.resized
+    resized, room = Slab.resized, [0]
 
     def full(slab: Slab, capacity: int) -> Slab:
-        if capacity > limit:
+        if capacity > room[0]:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has ...")
         return resized(slab, capacity)
 
     monkeypatch.setattr(Slab, "resized", full)
-    for limit, said in ((16, False), (64, True)):  # in the prefill; in the growth while it decodes
-        steps = []
+    for positions, said in ((32, False), (64, True)):  # in the prefill; in the growth while it decodes
+        room[0] = positions
+        steps: list[Step] = []
         with pytest.raises(MemoryFullError) as error:
-            for step in engine.stream(PROMPT, conversation=chat, max_new_tokens=140, eos_token_id=-1):
-                steps.append(step)
+            steps.extend(engine.stream(PROMPT, conversation=chat, max_new_tokens=140, eos_token_id=-1))
         assert "\n" not in str(error.value)
         assert "start a new chat" in str(error.value)
         assert bool(steps) == said
         assert chat.cache.length == len(chat.token_ids)
-    limit = 10_000
+    room[0] = 10_000
     again = ids(list(engine.stream(PROMPT + " on", conversation=chat, max_new_tokens=60)))
     assert again == ids(list(tiny_engine().stream(PROMPT + " on", max_new_tokens=60)))
 

@@ -144,7 +144,7 @@ class _Inputs:
     def __init__(self, width: int, device: torch.device) -> None:
         self._width, numbers = width, 8 * (3 * width + 1)
         self._buffer = torch.zeros(numbers + width * width, dtype=torch.uint8, device=device)
-        sizes = (width, width, width, 1)
+        sizes = [width, width, width, 1]
         self.token_ids, self.positions, self.slots, self.prefix = torch.split(self._buffer[:numbers].view(torch.int64), sizes)
         self.hidden = self._buffer[numbers:].view(torch.bool).view(width, width)
 

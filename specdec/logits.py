@@ -10,6 +10,7 @@ from torch import Tensor
 from specdec.speculators import TopK
 from specdec.speculators._compiled import compiled
 from specdec.step import TargetView
+from specdec.transfer import to_device
 from specdec.tree import TokenTree
 
 BLOCK = 64
@@ -96,11 +97,20 @@ def _select(
 def target_view(logits: Tensor, tree: TokenTree) -> TargetView:
     """The target's probability and rank of each node of ``tree``, from its pass's ``logits`` [N, V] float32."""
     probs, ranks = np.ones(len(tree), np.float32), np.zeros(len(tree), np.int64)
-    if len(tree) > 1:
+    if len(tree) > 1 and logits.device.type != "cpu":
+        probs[1:], ranks[1:] = view_on_device(logits, tree).cpu().numpy()
+    elif len(tree) > 1:
         inner, rows = np.unique(tree.parents[1:], return_inverse=True)
-        parents = logits[torch.from_numpy(inner).to(logits.device)]
-        normalisers, scores = parents.logsumexp(-1).cpu().numpy()[rows], parents.cpu().numpy()
+        parents = logits[torch.from_numpy(inner)]
+        normalisers, scores = parents.logsumexp(-1).numpy()[rows], parents.numpy()
         own = scores[rows, tree.token_ids[1:]]
         probs[1:] = np.exp(own - normalisers)
         ranks[1:] = [np.count_nonzero(scores[row] > score) for row, score in zip(rows, own, strict=True)]
     return TargetView(probs, ranks)
+
+
+def view_on_device(logits: Tensor, tree: TokenTree) -> Tensor:
+    """Probability and rank of each node but the root, [2, N - 1] float32; nothing waits for the device."""
+    rows = logits[to_device(tree.parents[1:], logits.device)]
+    own = rows.gather(1, to_device(tree.token_ids[1:], logits.device)[:, None])
+    return torch.stack([(own - rows.logsumexp(-1, keepdim=True)).exp()[:, 0], (rows > own).sum(-1).float()])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from toys import ARCHITECTURES, tiny_engine, tiny_model
 from transformers import BloomConfig, MambaConfig, MistralConfig, PreTrainedConfig
 
-from specdec.logits import fetch, target_view, top_tokens
+from specdec.logits import fetch, target_view, top_tokens, view_on_device
 from specdec.target import Cancelled, TargetModel, UnsupportedModelError
 from specdec.tree import TokenTree
 
@@ -50,6 +50,9 @@ def test_top_tokens_and_view_agree_with_a_full_softmax(architecture: str) -> Non
         own = row[tree.token_ids[node]]
         assert view.probs[node] == pytest.approx(own.exp().item(), rel=1e-4)
         assert view.ranks[node] == int((row > own).sum())
+    probs, ranks = view_on_device(logits, tree).numpy()
+    np.testing.assert_allclose(probs, view.probs[1:], rtol=1e-4)
+    assert ranks.tolist() == view.ranks[1:].tolist()
 
 
 @settings(deadline=None)

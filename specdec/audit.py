@@ -85,6 +85,6 @@ def audit(
             position = start + len(shortfalls)
             scores = request.sampler.perturbed(row, text[:, :position])
             first, second = scores.topk(2).values.tolist()
-            shortfalls.append(max(first - float(scores[text[0, position]]), 0.0))
+            shortfalls.append(max(first - float(scores[token_ids[len(shortfalls)]]), 0.0))
             margins.append(first - second)
     return Audit(np.array(shortfalls), np.array(margins))

@@ -8,15 +8,72 @@ grow with the context.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from specdec.transfer import to_device
+
 BLOCK = 512
-"""Positions by which the buffers grow."""
+"""Positions that the buffers begin with; from there they double."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Where a layer keeps its K/V, and how: (heads, head dim) of its keys and of its values."""
+
+    device: torch.device
+    dtype: torch.dtype
+    keys: tuple[int, int]
+    values: tuple[int, int]
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor) -> LayerShape:
+        """The shape of a layer whose states are ``keys`` and ``values`` [1, heads, T, head dim]."""
+        return cls(keys.device, keys.dtype, (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]))
+
+
+class Slab(NamedTuple):
+    """The K/V of all layers of one shape: ``keys`` and ``values`` [layers, K/V heads, capacity, head dim].
+
+    What was never written is zero, for what a mask hides must still be a number.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    @classmethod
+    def empty(cls, shape: LayerShape, layers: int) -> Slab:
+        """Room for nothing yet."""
+        return cls(
+            *(
+                torch.zeros(layers, heads, 0, dim, dtype=shape.dtype, device=shape.device)
+                for heads, dim in (shape.keys, shape.values)
+            )
+        )
+
+    @property
+    def capacity(self) -> int:
+        """Positions allocated per layer."""
+        return self.keys.shape[2]
+
+    def resized(self, capacity: int) -> Slab:
+        """A copy with room for ``capacity`` positions."""
+        copy = Slab(*(b.new_zeros(*b.shape[:2], capacity, b.shape[3]) for b in self))
+        copy.take(self)
+        return copy
+
+    def take(self, other: Slab) -> None:
+        """Begin with what ``other`` holds, as far as there is room for it."""
+        shared = min(self.capacity, other.capacity)
+        for mine, theirs in zip(self, other, strict=True):
+            mine[:, :, :shared] = theirs[:, :, :shared]
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
@@ -26,7 +83,14 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
 
     def __init__(self, cache: TreeCache, index: int) -> None:
         super().__init__()
-        self.cache, self.index = cache, index
+        self._cache = weakref.ref(cache)  # no cycle: a conversation that ends gives its memory back at once
+        self.index = index
+
+    @property
+    def cache(self) -> TreeCache:
+        cache = self._cache()
+        assert cache is not None
+        return cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: the TreeCache allocates all layers at once."""
@@ -47,54 +111,61 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
 class TreeCache(Cache):  # type: ignore[misc]
     """K/V of ``length`` committed positions in every layer, with scratch behind them; never more than ``max_length``.
 
-    ``keys`` and ``values`` are [layers, K/V heads, capacity, head dim], allocated at the first write.
+    ``shapes``: one per layer. ``slabs`` hold the layers of one shape each (so the layers of one device together), and are
+    allocated at the first write; ``places`` tells slab and row of each layer. A pass of fixed width may write up to
+    ``padding`` positions beyond ``max_length``, of which nothing is kept.
     """
 
-    def __init__(self, num_layers: int, max_length: int) -> None:
-        super().__init__(layers=[_Layer(self, index) for index in range(num_layers)])
-        self.num_layers, self.max_length = num_layers, max_length
+    def __init__(self, shapes: Sequence[LayerShape], max_length: int, padding: int = 0) -> None:
+        super().__init__(layers=[_Layer(self, index) for index in range(len(shapes))])
+        kinds = list(dict.fromkeys(shapes))
+        self.places = [(kinds.index(shape), shapes[:index].count(shape)) for index, shape in enumerate(shapes)]
+        self.slabs = [Slab.empty(kind, shapes.count(kind)) for kind in kinds]
+        self.max_length, self.padding = max_length, padding
         self.length = 0
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
 
-    @property
-    def capacity(self) -> int:
-        """Positions allocated per layer."""
-        return 0 if self.keys is None else self.keys.shape[2]
+    def bucket(self, end: int) -> int:
+        """The capacity that ``end`` positions ask for: `BLOCK` times a power of two, or all there may ever be."""
+        capacity = BLOCK
+        while capacity < end:
+            capacity *= 2
+        return capacity if capacity < self.max_length else self.max_length + self.padding
+
+    def reserve(self, nodes: int, padding: int = 0) -> None:
+        """Make room for ``nodes`` positions behind the committed ones, and for ``padding`` behind those.
+
+        Raises ValueError past ``max_length``. Where memory runs out, what is cached stays valid.
+        """
+        end = self.length + nodes
+        if end > self.max_length:
+            raise ValueError(f"{end} positions do not fit the cache's maximum of {self.max_length}")
+        for index, slab in enumerate(self.slabs):
+            if end + padding > slab.capacity:
+                self.slabs[index] = slab.resized(self.bucket(end + padding))
 
     def write(self, layer: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Write new states [1, heads, T, dim] into the scratch of ``layer``; views of prefix + scratch.
 
-        Raises ValueError past ``max_length`` or where layers differ in shape.
+        Raises ValueError past ``max_length``.
         """
+        self.reserve(key_states.shape[2])
         end = self.length + key_states.shape[2]
-        if self.keys is None or self.values is None or end > self.capacity:
-            self.keys = self._grown(self.keys, key_states, end)
-            self.values = self._grown(self.values, value_states, end)
-        if key_states.shape[1::2] != self.keys.shape[1::2] or value_states.shape[1::2] != self.values.shape[1::2]:
-            raise ValueError(f"layer {layer} has another K/V shape than layer 0; TreeCache needs them alike")
-        self.keys[layer, :, self.length : end] = key_states[0]
-        self.values[layer, :, self.length : end] = value_states[0]
-        return self.keys[layer : layer + 1, :, :end], self.values[layer : layer + 1, :, :end]
-
-    def _grown(self, buffer: Tensor | None, states: Tensor, end: int) -> Tensor:
-        if end > self.max_length:
-            raise ValueError(f"{end} positions do not fit the cache's maximum of {self.max_length}")
-        capacity = min(-(-end // BLOCK) * BLOCK, self.max_length)
-        grown = states.new_empty(self.num_layers, states.shape[1], capacity, states.shape[3])
-        if buffer is not None:
-            grown[:, :, : buffer.shape[2]] = buffer
-        return grown
+        index, row = self.places[layer]
+        keys, values = self.slabs[index]
+        keys[row, :, self.length : end] = key_states[0]
+        values[row, :, self.length : end] = value_states[0]
+        return keys[row : row + 1, :, :end], values[row : row + 1, :, :end]
 
     @torch.inference_mode()
     def commit(self, path: Sequence[int]) -> None:
         """Keep the scratch rows ``path`` (nodes of the last pass, ascending, root first) as committed positions."""
         moved = next((i for i, node in enumerate(path) if node != i), len(path))
-        if moved < len(path) and self.keys is not None and self.values is not None:
-            rows = torch.tensor(path[moved:], device=self.keys.device) + self.length
+        if moved < len(path):
             place = slice(self.length + moved, self.length + len(path))
-            for buffer in (self.keys, self.values):
-                buffer[:, :, place] = buffer[:, :, rows]  # indexing by a tensor copies first: overlap is safe
+            for slab in self.slabs:
+                rows = to_device(np.asarray(path[moved:], np.int64) + self.length, slab.keys.device)
+                for buffer in slab:
+                    buffer[:, :, place] = buffer[:, :, rows]  # indexing by a tensor copies first: overlap is safe
         self.length += len(path)
 
     def rewind(self, length: int) -> None:

@@ -71,16 +71,25 @@ def _linear_seconds(device: torch.device) -> dict[torch.dtype, float]:
     return best
 
 
-def check_memory(what: str, weights: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse to load `what` where its `weights` numbers of `dtype` do not fit into what `device` has free."""
-    need = weights * dtype.itemsize
-    free = _free_bytes(device)
-    if need > free:
+DeviceMap = dict[str, torch.device] | str
+"""What `from_pretrained` calls a device map: the device of each module (""; of the whole model), or "auto"."""
+
+
+def place_weights(what: str, weights: int, dtype: torch.dtype, device: torch.device) -> DeviceMap:
+    """Where the `weights` numbers of `dtype` of `what` go: on `device`, or over all GPUs where "cuda" is more than one.
+
+    Refuses what does not fit into what is free there.
+    """
+    several = device.type == "cuda" and device.index is None
+    places = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] if several else [device]
+    need, free = weights * dtype.itemsize, [_free_bytes(place) for place in places]
+    if need > sum(free):
         smaller_dtype = "--dtype bfloat16, " if dtype.itemsize > 2 else ""
         raise LoadError(
             f"{what} needs {need / 1e9:.1f} GB for its weights in {str(dtype).removeprefix('torch.')}, but only "
-            f"{free / 1e9:.1f} GB are free on {device}: choose a smaller --model, {smaller_dtype}or another --device."
+            f"{sum(free) / 1e9:.1f} GB are free on {device}: choose a smaller --model, {smaller_dtype}or another --device."
         )
+    return "auto" if need > free[0] else {"": device}
 
 
 def _free_bytes(device: torch.device) -> float:

@@ -20,8 +20,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specdec.accept import accept
 from specdec.cache import TreeCache
 from specdec.cost import PassCost
+from specdec.embedded import Progress
 from specdec.loading import load
-from specdec.logits import target_view, top_tokens
+from specdec.logits import target_view
 from specdec.prompt import Message, Prompt
 from specdec.reply import Reply
 from specdec.request import MAX_BUDGET, Request, resolve
@@ -78,6 +79,7 @@ class SpeculativeEngine:
     ``model``: a hub id, a local folder, a ``.gguf`` file, or a loaded model (then with its ``tokenizer``); None: the
     embedded default. Other keyword arguments go to `specdec.loading.load`. ``memory``: what outlives a conversation; None
     (default) remembers nothing. ``speculator``: makes the speculator of each new conversation, instead of the default one.
+    ``static``: see `specdec.target.TargetModel`.
 
     Raises LoadError or UnsupportedModelError, each with one line that names the culprit and the remedy.
     """
@@ -89,6 +91,7 @@ class SpeculativeEngine:
         *,
         memory: Memory | None = None,
         speculator: Callable[[], Speculator] | None = None,
+        static: bool | None = None,
         **loading: Any,
     ) -> None:
         if isinstance(model, PreTrainedModel):
@@ -99,7 +102,8 @@ class SpeculativeEngine:
             loaded = load(model, **loading)
             self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         warm_up()
-        self.target = TargetModel(self.model)
+        self.target = TargetModel(self.model, static)
+        self._progress: Progress = loading.get("progress") or (lambda *_: None)
         self.memory = memory
         self.vocabulary = load_vocabulary(self.model)
         self._speculator = speculator or self.speculator
@@ -107,7 +111,7 @@ class SpeculativeEngine:
     @cached_property
     def pass_cost(self) -> PassCost:
         """What a pass costs on this device, by width: measured when first asked for, some two dozen passes."""
-        return self.target.measure_cost()
+        return self.target.measure_cost(progress=self._progress)
 
     def speculator(self, memory: Memory | None = None) -> HybridSpeculator:
         """A new speculator for one conversation; without a ``memory`` of its own it takes the engine's."""
@@ -144,19 +148,20 @@ class SpeculativeEngine:
         runs to its end-of-sequence token or the model's context.
 
         Arguments are checked here, before the first step: raises RequestError, PromptError. A conversation that is already
-        streaming raises ConversationBusyError at the first step.
+        streaming raises ConversationBusyError at the first step; MemoryFullError where the device has no memory left.
         """
         request = resolve(self.model, self.tokenizer, self.target.context_limit, prompt, **arguments)
         return self._decode(request, conversation or self.conversation())
 
     def _decode(self, request: Request, chat: Conversation) -> Iterator[Step]:
-        with chat.exclusive():
+        with chat.exclusive(), self.target.memory_guard():
             cost = self.pass_cost  # measured before the clock starts
-            reply = Reply(request, self.tokenizer, self.target.device)
+            reply = Reply(request, self.tokenizer, self.target.device, self.target.draws_at_once)
+            top_k = 0 if request.decoding == "plain" else chat.speculator.top_k
             root = request.prompt.token_ids[-1]
             start = time.perf_counter()
             try:
-                self._prefill(request, chat)
+                self._prefill(request, chat, top_k)
             except Cancelled:
                 return
             prefill_seconds = time.perf_counter() - start
@@ -166,9 +171,9 @@ class SpeculativeEngine:
                 tree = proposal.tree
                 verifying = time.perf_counter()
                 logits = self.target.verify(chat.cache, tree)
-                choose = reply.chooser(logits, tree)
+                reading = reply.read(logits, tree, top_k)
                 accepting = time.perf_counter()
-                verdict = accept(tree, choose)
+                verdict = accept(tree, reading.choose)
                 emitted, text = reply.emit(tree, verdict)
                 committing = time.perf_counter()
                 kept = verdict.path[: len(emitted)]  # a stop inside the path: what follows it is not cached
@@ -176,8 +181,7 @@ class SpeculativeEngine:
                 chat.cache.commit(kept)
                 chat.token_ids += [int(tree.token_ids[node]) for node in kept]
                 if request.decoding != "plain":
-                    top_k = chat.speculator.top_k
-                    chat.speculator.observe(tree, kept, emitted, top_tokens(logits, top_k) if top_k else None)
+                    chat.speculator.observe(tree, kept, emitted, reading.top() if top_k else None)
                 root = emitted[-1]
                 done = time.perf_counter()
                 cost.observe(len(tree), accepting - verifying)
@@ -203,11 +207,10 @@ class SpeculativeEngine:
                 if reply.finish_reason is not None:
                     return
 
-    def _prefill(self, request: Request, chat: Conversation) -> None:
+    def _prefill(self, request: Request, chat: Conversation, top_k: int) -> None:
         """Cache the prompt but for its last token, the first root; what the conversation holds of it stays."""
         prompt = request.prompt.token_ids
         cached = chat.rewind(prompt[:-1])
-        top_k = 0 if request.decoding == "plain" else chat.speculator.top_k
         try:
             top = self.target.prefill(chat.cache, prompt[cached:-1], top_k, request.cancelled)
         finally:

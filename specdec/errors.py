@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import torch
+
 
 class LoadError(Exception):
     """A model that cannot be loaded, in one line for the user: what is wrong with what, and what to do about it."""
+
+
+class MemoryFullError(RuntimeError):
+    """A device without memory for the next pass of a reply, in one line; what was committed by then stays valid."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that memory ran out; torch has a class for that on some devices and only words on others."""
+    words = ("allocate memory", "not enough memory", "out of memory")
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    )
 
 
 def first_line(error: BaseException) -> str:

@@ -1,7 +1,8 @@
 """From what a user names to a model that is ready: `load` takes a hub id, a local folder, a `.gguf` file or nothing.
 
-What always holds: the model is a plain Hugging Face causal language model in one dtype on one device, in eval mode and
-without gradients; whatever goes wrong on the way is a `LoadError` of one line that names the culprit and the remedy.
+What always holds: the model is a plain Hugging Face causal language model in one dtype, on one device or (where it does not
+fit on one GPU) on several, in eval mode and without gradients; whatever goes wrong on the way is a `LoadError` of one line
+that names the culprit and the remedy.
 With nothing named, the default loads (see `specdec.embedded`).
 """
 
@@ -35,9 +36,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from specdec.devices import check_memory, choose_device, choose_dtype
+from specdec.devices import DeviceMap, choose_device, choose_dtype, place_weights
 from specdec.embedded import EMBEDDED_NAME, Progress, embedded_folder, reporting_bar
-from specdec.errors import LoadError, first_line
+from specdec.errors import LoadError, first_line, is_out_of_memory
 
 __all__ = ["LoadError", "LoadedModel", "load"]
 
@@ -182,8 +183,9 @@ def _read(source: _Source, device: torch.device, dtype: torch.dtype, trust_remot
         _check_causal(config, source, trust_remote_code)
         with torch.device("meta"):
             skeleton = auto.from_config(config, trust_remote_code=trust_remote_code)
+        place: DeviceMap = {"": device}
         if getattr(config, "quantization_config", None) is None:
-            check_memory(str(source), sum(weight.numel() for weight in skeleton.parameters()), dtype, device)
+            place = place_weights(str(source), sum(weight.numel() for weight in skeleton.parameters()), dtype, device)
         tokenizer = _read_tokenizer(source, options)
         if source.gguf:  # transformers may keep weights packed in their blocks; ask for plain ones
             options["quantization_config"] = GgufConfig(dequantize=True)
@@ -191,7 +193,7 @@ def _read(source: _Source, device: torch.device, dtype: torch.dtype, trust_remot
             source.location,
             config=config,
             dtype=dtype,
-            device_map=None if device.type == "cpu" else {"": device},
+            device_map=None if device.type == "cpu" else place,
             attn_implementation="sdpa" if skeleton._supports_sdpa else "eager",
             output_loading_info=True,
             tqdm_class=reporting_bar(report, f"downloading {source.name}"),
@@ -244,8 +246,7 @@ def _one_line(source: _Source) -> Iterator[None]:
 
 def _explain(source: _Source, error: Exception) -> str:
     text, detail = str(error), first_line(error)
-    out_of_memory = ("allocate memory", "not enough memory", "out of memory")
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(words in text for words in out_of_memory):
+    if is_out_of_memory(error):
         return f"Out of memory while loading {source}: choose a smaller --model, --dtype bfloat16, or another --device."
     if "trust_remote_code" in text:
         return f"{source} runs its own Python code: start with --trust-remote-code if you trust its author."

@@ -10,6 +10,7 @@ from torch import Tensor
 from specdec.speculators import TopK
 from specdec.speculators._compiled import compiled
 from specdec.step import TargetView
+from specdec.transfer import to_device
 from specdec.tree import TokenTree
 
 BLOCK = 64
@@ -35,9 +36,7 @@ def top_tokens(logits: Tensor, k: int) -> TopK:
     """
     k = min(k, logits.shape[1])
     if logits.device.type != "cpu":
-        values, places = logits.topk(k, dim=-1)
-        logprobs = values - logits.logsumexp(-1, keepdim=True)
-        return TopK(places.to(torch.int32).cpu().numpy(), logprobs.cpu().numpy())
+        return fetch(logits, None, k)[1]
     if short := -logits.shape[1] % BLOCK:
         logits = torch.nn.functional.pad(logits, (0, short), value=-torch.inf)
     blocks = logits.reshape(len(logits), -1, BLOCK).amax(-1)
@@ -48,6 +47,21 @@ def top_tokens(logits: Tensor, k: int) -> TopK:
     tail_weight = np.where(tail < best[:, -1:], np.exp(tail - best[:, :1]), 0).sum(-1, keepdims=True) * stride
     weight = np.exp(best - best[:, :1]).sum(-1, keepdims=True) + tail_weight
     return TopK(token_ids, best - best[:, :1] - np.log(weight))
+
+
+@torch.inference_mode()
+def fetch(logits: Tensor, choices: Tensor | None, k: int) -> tuple[list[int], TopK]:
+    """``choices`` [N], where given, and the ``k`` most probable next tokens of ``logits`` [N, V] float32, best first.
+
+    Computed where they lie and brought to the host in one transfer, the only one that waits for the device.
+    """
+    k = min(k, logits.shape[1])
+    values, places = logits.topk(k, dim=-1)
+    logprobs = values - logits.logsumexp(-1, keepdim=True) if k else values
+    chosen = logits.new_empty(len(logits), 0) if choices is None else choices[:, None]
+    packed = torch.cat([chosen.to(torch.int32), places.to(torch.int32), logprobs.view(torch.int32)], dim=1).cpu().numpy()
+    own, token_ids, bits = np.split(packed, [chosen.shape[1], chosen.shape[1] + k], axis=1)
+    return own.ravel().tolist(), TopK(token_ids, np.ascontiguousarray(bits).view(np.float32))
 
 
 @compiled
@@ -83,11 +97,20 @@ def _select(
 def target_view(logits: Tensor, tree: TokenTree) -> TargetView:
     """The target's probability and rank of each node of ``tree``, from its pass's ``logits`` [N, V] float32."""
     probs, ranks = np.ones(len(tree), np.float32), np.zeros(len(tree), np.int64)
-    if len(tree) > 1:
+    if len(tree) > 1 and logits.device.type != "cpu":
+        probs[1:], ranks[1:] = view_on_device(logits, tree).cpu().numpy()
+    elif len(tree) > 1:
         inner, rows = np.unique(tree.parents[1:], return_inverse=True)
-        parents = logits[torch.from_numpy(inner).to(logits.device)]
-        normalisers, scores = parents.logsumexp(-1).cpu().numpy()[rows], parents.cpu().numpy()
+        parents = logits[torch.from_numpy(inner)]
+        normalisers, scores = parents.logsumexp(-1).numpy()[rows], parents.numpy()
         own = scores[rows, tree.token_ids[1:]]
         probs[1:] = np.exp(own - normalisers)
         ranks[1:] = [np.count_nonzero(scores[row] > score) for row, score in zip(rows, own, strict=True)]
     return TargetView(probs, ranks)
+
+
+def view_on_device(logits: Tensor, tree: TokenTree) -> Tensor:
+    """Probability and rank of each node but the root, [2, N - 1] float32; nothing waits for the device."""
+    rows = logits[to_device(tree.parents[1:], logits.device)]
+    own = rows.gather(1, to_device(tree.token_ids[1:], logits.device)[:, None])
+    return torch.stack([(own - rows.logsumexp(-1, keepdim=True)).exp()[:, 0], (rows > own).sum(-1).float()])

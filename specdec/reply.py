@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from specdec.accept import Verdict
-from specdec.logits import argmax
+from specdec.logits import argmax, fetch, top_tokens
 from specdec.request import MAX_BUDGET, Request
+from specdec.speculators import TopK
 from specdec.step import FinishReason
 from specdec.text import Detokenizer, StopStrings
 from specdec.tree import TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What the host learns of one pass: the target's next token after a node, and its most probable ones after every node."""
+
+    choose: Callable[[int], int]
+    top: Callable[[], TopK]
 
 
 class Reply:
     """The emitted tokens of one request, as the processors, the stopping rules and the reader need them.
 
     Every rule is applied token by token, so a stop in the middle of an accepted path ends the reply exactly there.
+    ``at_once``: all nodes are chosen on the device where that is possible, so that the host waits once per pass.
     """
 
-    def __init__(self, request: Request, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> None:
+    def __init__(self, request: Request, tokenizer: PreTrainedTokenizerBase, device: torch.device, at_once: bool) -> None:
         prompt = request.prompt.token_ids
         self.finish_reason: FinishReason | None = None
         self.emitted = 0
-        self._request = request
+        self._request, self._at_once = request, at_once
         self._detokenizer = Detokenizer(tokenizer, prompt)
         self._stop_strings = StopStrings(request.stop_strings)
         self._length = len(prompt)
@@ -39,16 +50,22 @@ class Reply:
         """Tokens that may still be emitted."""
         return self._request.max_new_tokens - self.emitted
 
-    def chooser(self, logits: Tensor, tree: TokenTree) -> Callable[[int], int]:
-        """The target's next token after a node of ``tree``, given the pass's ``logits`` [N, V]; for `specdec.accept.accept`.
+    def read(self, logits: Tensor, tree: TokenTree, top_k: int) -> Reading:
+        """What a pass over ``tree`` with ``logits`` [N, V] says: choices for `specdec.accept.accept`, and ``top_k`` per node.
 
-        An argmax needs one transfer for all nodes. Otherwise each node on the path is chosen when the walk reaches it, seeing
-        its own path as the text so far.
+        Where the choice needs the text before it, a node is chosen when the walk reaches it, seeing its own path.
         """
         sampler = self._request.sampler
-        if sampler.is_argmax:
-            return argmax(logits).__getitem__
-        depths = tree.depths()
+        if self._at_once and sampler.is_blind:
+            positions = (tree.depths() + self._length).tolist()
+            choices = logits.argmax(-1) if sampler.is_argmax else sampler.draw(logits, positions)
+            chosen, top = fetch(logits, choices, top_k)
+            return Reading(chosen.__getitem__, lambda: top)
+        choose = argmax(logits).__getitem__ if sampler.is_argmax else self._chooser(logits, tree)
+        return Reading(choose, lambda: top_tokens(logits, top_k))
+
+    def _chooser(self, logits: Tensor, tree: TokenTree) -> Callable[[int], int]:
+        sampler, depths = self._request.sampler, tree.depths()
 
         def choose(node: int) -> int:
             length = self._length + int(depths[node])

@@ -8,11 +8,42 @@ position does not depend on how the text before it was decoded: plain, linear an
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from specdec.transfer import to_device
+
+_BLIND = (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+"""Processors that look at the scores alone, each row by itself, and never at the text."""
 
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
@@ -24,11 +55,19 @@ def gumbel_noise(seed: int, position: int, token_ids: Tensor) -> Tensor:
     A counter-based generator: the 32-bit finaliser "lowbias32" over the token id, keyed twice by a hash of
     (seed, position). Integer arithmetic only, so every device gives the same bits.
     """
-    key = _splitmix64(_splitmix64(seed) + position)
-    x = _mix(token_ids ^ (key & _MASK32))
-    x = _mix(x ^ (key >> 32))
+    key = _key(seed, position)
+    return _gumbel(key & _MASK32, key >> 32, token_ids)
+
+
+def _gumbel(low: int | Tensor, high: int | Tensor, token_ids: Tensor) -> Tensor:
+    """The noise of ``token_ids`` under the halves of a key, or of a column of keys."""
+    x = _mix(_mix(token_ids ^ low) ^ high)
     uniform = (x.double() + 0.5) / 2**32
     return -torch.log(-torch.log(uniform))
+
+
+def _key(seed: int, position: int) -> int:
+    return _splitmix64(_splitmix64(seed) + position)
 
 
 def _splitmix64(x: int) -> int:
@@ -58,6 +97,27 @@ class Sampler:
         """True where the choice is the argmax of the raw logits: all nodes can be chosen at once."""
         return self.seed is None and not self.processors
 
+    @property
+    def is_blind(self) -> bool:
+        """True where the choice does not depend on the text before it, but for its length: `draw` serves then."""
+        return all(type(processor) in _BLIND for processor in self.processors)
+
+    def draw(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
+        """All choices at once, [N]: `choose` for each row of ``logits`` [N, V], whose token will stand at its position.
+
+        For processors that are blind to the text only (`is_blind`). Nothing waits for the device.
+        """
+        rows = logits if len(logits) > 1 else logits.expand(2, -1)  # a lone row would meet other CUDA kernels, rounding apart
+        blank = torch.empty(len(rows), 0, dtype=torch.int64, device=logits.device)
+        scores: Tensor = self.processors(blank, rows.to(torch.float32, copy=True))[: len(logits)]
+        if self.seed is None:
+            return scores.argmax(-1)
+        keys = [_key(self.seed, position) for position in positions]
+        halves = np.array([[key & _MASK32 for key in keys], [key >> 32 for key in keys]], np.int64)
+        low, high = to_device(halves[:, :, None], logits.device)
+        noise = _gumbel(low, high, torch.arange(logits.shape[1], device=logits.device))
+        return torch.where(torch.isfinite(scores), scores.double() + noise, -math.inf).argmax(-1)
+
     def choose(self, logits: Tensor, input_ids: Tensor) -> int:
         """The token after ``input_ids`` [1, L], whose last position gave ``logits`` [V]; it will stand at position L."""
         return int(self.perturbed(logits, input_ids).argmax())
@@ -67,6 +127,8 @@ class Sampler:
         scores: Tensor = self.processors(input_ids, logits[None].to(torch.float32, copy=True))[0]
         if self.seed is None:
             return scores
+        if scores.device.type == "mps":  # which has no float64
+            scores = scores.cpu()
         kept = torch.isfinite(scores).nonzero()[:, 0]  # what top-k, top-p and min-p left over
         drawn = torch.full_like(scores, -math.inf, dtype=torch.float64)
         drawn[kept] = scores[kept].double() + gumbel_noise(self.seed, input_ids.shape[1], kept)

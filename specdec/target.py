@@ -10,19 +10,24 @@ import inspect
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, StaticCache, get_layer_types_and_kwargs
+from transformers.cache_utils import Cache, DynamicCache, StaticCache, get_layer_types_and_kwargs
 
-from specdec.cache import TreeCache
+from specdec.cache import LayerShape, TreeCache
 from specdec.cost import WIDTHS, PassCost
+from specdec.errors import MemoryFullError, is_out_of_memory
 from specdec.logits import argmax, top_tokens
 from specdec.speculators import TopK
+from specdec.static import BUCKETS, PADDING, StaticPass, bucket
+from specdec.transfer import to_device
 from specdec.tree import TokenTree
 
 PREFILL_CHUNK = 512
@@ -40,19 +45,30 @@ class Cancelled(Exception):
 class TargetModel:
     """A causal language model seen as: prefill a prompt, verify a tree, at a measured cost.
 
+    ``static``: whether trees are verified in fixed shapes (see `specdec.static`) and all choices drawn at once on the device;
+    by default so on a CUDA device that holds the whole model, except where it comes and goes (ZeroGPU).
+
     Raises UnsupportedModelError at construction if the model cannot take a tree.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, static: bool | None = None) -> None:
         self.model = model
         self.name = type(model).__name__
         config = model.config.get_text_config(decoder=True)
         self.vocab_size: int = config.vocab_size
-        self.num_layers: int = config.num_hidden_layers
         self.context_limit: int = getattr(config, "max_position_embeddings", None) or 2**31
         if self.device.type == "cpu":  # grouped heads natively: without it, a masked pass copies all K/V per query head
             os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
         _require_full_attention(model)
+        self._shapes = self._layer_shapes()
+        cuda = self.device.type == "cuda"
+        if static is None:
+            static = cuda and {shape.device for shape in self._shapes} == {self.device} and "SPACES_ZERO_GPU" not in os.environ
+        self.draws_at_once: bool = static or cuda
+        """Whether the device works while the host goes on, so that a step should wait for it once."""
+        self._static: StaticPass | None = None
+        if static:
+            self._static = StaticPass(self._forward, self.new_cache(), self.vocab_size, model.dtype, capture=cuda)
         self._require_tree_attention()
 
     @property
@@ -62,7 +78,22 @@ class TargetModel:
 
     def new_cache(self) -> TreeCache:
         """An empty cache of this model's shape."""
-        return TreeCache(self.num_layers, self.context_limit)
+        return TreeCache(self._shapes, self.context_limit, padding=PADDING)
+
+    @contextmanager
+    def memory_guard(self) -> Iterator[None]:
+        """Say in one line where memory runs out, and give back what the failed pass held. Raises MemoryFullError."""
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            traceback.clear_frames(error.__traceback__)  # they hold the pass's tensors for as long as somebody keeps the error
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            raise MemoryFullError(
+                f"{self.device} is out of memory for a context of this length: start a new chat, or choose a smaller --model."
+            ) from error
 
     @torch.inference_mode()
     def prefill(
@@ -77,6 +108,8 @@ class TargetModel:
         Returns the target's ``top_k`` next tokens after each of them (None for 0). Raises Cancelled between two chunks when
         ``cancelled()``; what is cached by then stays valid.
         """
+        if self._static is not None:
+            self._static.admit(cache)
         tops: list[TopK] = []
         for start in range(0, len(token_ids), PREFILL_CHUNK):
             if cancelled():
@@ -84,52 +117,75 @@ class TargetModel:
             chunk = torch.tensor([token_ids[start : start + PREFILL_CHUNK]], device=self.device)
             size = chunk.shape[1]
             positions = torch.arange(cache.length, cache.length + size, device=self.device)[None]
-            logits = self._forward(chunk, cache, positions, last=not top_k)[0]
+            logits = self._forward(chunk, cache, positions, last=not top_k)[0].float()
             cache.commit(range(size))
             if top_k:
                 tops.append(top_tokens(logits, top_k))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # else its last kernels would run on the first pass's clock
         return TopK.concatenate(tops) if tops else None
 
     @torch.inference_mode()
     def verify(self, cache: TreeCache, tree: TokenTree) -> Tensor:
         """One pass over ``tree`` behind the committed prefix: the next-token logits after each node, [N, V] float32.
 
-        The nodes' K/V lies in the cache's scratch until the caller commits a path.
+        The nodes' K/V lies in the cache's scratch until the caller commits a path. The logits are valid until the next pass.
         """
         size = len(tree)
-        token_ids = torch.from_numpy(tree.token_ids).to(self.device)[None]
-        positions = (torch.from_numpy(tree.depths()) + cache.length).to(self.device)[None]
-        return self._forward(token_ids, cache, positions, self._mask(tree, cache.length) if size > 1 else None)[0]
+        if self._static is not None:
+            if size <= BUCKETS[-1]:
+                return self._static.verify(cache, tree)
+            self._static.admit(cache)
+        token_ids = to_device(tree.token_ids, self.device)[None]
+        positions = to_device(tree.depths() + cache.length, self.device)[None]
+        return self._forward(token_ids, cache, positions, self._mask(tree, cache.length) if size > 1 else None)[0].float()
 
     @torch.inference_mode()
     def top_after(self, token_ids: NDArray[np.int64], top_k: int) -> TopK:
         """The target's ``top_k`` next tokens after each row of ``token_ids`` [B, T], each a text of its own."""
-        return top_tokens(self._forward(torch.from_numpy(token_ids).to(self.device), last=True)[:, 0], top_k)
+        return top_tokens(self._forward(torch.from_numpy(token_ids).to(self.device), last=True)[:, 0].float(), top_k)
 
     def batch_writer(self, max_length: int, top_k: int) -> BatchWriter:
         """Something that writes many texts of up to ``max_length`` tokens at once."""
         return BatchWriter(self, max_length, top_k)
 
-    def measure_cost(self, context: int = 256, repeats: int = 3) -> PassCost:
-        """Time passes of every width in `WIDTHS` behind ``context`` tokens: the median of ``repeats``, widths interleaved."""
+    def measure_cost(
+        self, context: int = 256, repeats: int = 3, progress: Callable[[str, float | None], None] = lambda *_: None
+    ) -> PassCost:
+        """Time passes of every width in `WIDTHS` behind ``context`` tokens: the median of ``repeats``, widths interleaved.
+
+        Where passes are padded to some widths, the others cost what the padded ones do. ``progress`` is told the share done.
+        """
         context = min(context, self.context_limit // 2)
-        widths = [width for width in WIDTHS if context + width <= self.context_limit]
+        known = WIDTHS if self._static is None else BUCKETS
+        widths = [width for width in known if context + width <= self.context_limit]
         cache = self.new_cache()
         self.prefill(cache, [token % self.vocab_size for token in range(context)])
         samples: dict[int, list[float]] = {width: [] for width in widths}
         for repeat in range(repeats + 1):
+            progress(f"measuring what a pass costs on {self.device}", repeat / (repeats + 1))
             for width in widths:
                 tree = TokenTree.chain([token % self.vocab_size for token in range(width)])
                 start = time.perf_counter()
                 argmax(self.verify(cache, tree))
                 if repeat:  # the first round warms up
                     samples[width].append(time.perf_counter() - start)
-        return PassCost({width: statistics.median(times) for width, times in samples.items()})
+        seconds = {width: statistics.median(times) for width, times in samples.items()}
+        if self._static is not None:
+            seconds = {width: seconds[bucket(width)] for width in range(1, widths[-1] + 1)}
+        return PassCost(seconds)
+
+    @torch.inference_mode()
+    def _layer_shapes(self) -> list[LayerShape]:
+        """Where each layer puts its K/V: what one pass over one token leaves."""
+        cache = DynamicCache(config=self.model.config)
+        self._forward(torch.zeros(1, 1, dtype=torch.int64, device=self.device), cache)
+        return [LayerShape.of(layer.keys, layer.values) for layer in cache.layers]
 
     def _mask(self, tree: TokenTree, length: int) -> Tensor:
         """Additive [1, 1, N, length + N]: every node sees the whole prefix, its ancestors and itself."""
         size = len(tree)
-        hidden = torch.from_numpy(~tree.ancestor_mask()).to(self.device)
+        hidden = to_device(~tree.ancestor_mask(), self.device)
         mask = torch.zeros(size, length + size, dtype=self.model.dtype, device=self.device)
         mask[:, length:].masked_fill_(hidden, torch.finfo(self.model.dtype).min)
         return mask[None, None]
@@ -142,7 +198,7 @@ class TargetModel:
         mask: Tensor | None = None,
         last: bool = False,
     ) -> Tensor:
-        """Logits [B, T, V] float32 of ``token_ids`` [B, T] at ``positions`` [B, T]; with ``last`` of the last row only, [B, 1, V]."""
+        """Logits [B, T, V] of ``token_ids`` [B, T] at ``positions`` [B, T]; with ``last`` of the last row only, [B, 1, V]."""
         # by index, not by count: transformers would slice, and a strided input makes a bfloat16 Linear 100 times slower on a CPU
         rows = torch.tensor([token_ids.shape[1] - 1], device=token_ids.device) if last else 0
         logits: Tensor = self.model(
@@ -153,7 +209,7 @@ class TargetModel:
             use_cache=cache is not None,
             logits_to_keep=rows,
         ).logits
-        return logits.float()
+        return logits
 
     def _require_tree_attention(self) -> None:
         """Verify a small tree and compare with its branches decoded one by one: no wrong text, from any architecture."""
@@ -166,7 +222,7 @@ class TargetModel:
         with torch.inference_mode():
             for node in range(len(tree)):
                 branch = torch.tensor([prompt + tree.token_ids[tree.path(node)].tolist()], device=self.device)
-                plain = self._forward(branch, last=True)[0, 0]
+                plain = self._forward(branch, last=True)[0, 0].float()
                 if (seen[node] - plain).norm() > 0.1 * (plain - plain.mean()).norm():
                     raise UnsupportedModelError(
                         f"{self.name} gives other logits for a token tree than for the same text: its attention does not "
@@ -195,7 +251,7 @@ class BatchWriter:
         tokens = torch.from_numpy(token_ids).to(self._target.device)
         positions = torch.arange(self._length, self._length + tokens.shape[1], device=tokens.device).expand_as(tokens)
         self._length += tokens.shape[1]
-        return top_tokens(self._target._forward(tokens, self._cache, positions, last=True)[:, 0], self._top_k)
+        return top_tokens(self._target._forward(tokens, self._cache, positions, last=True)[:, 0].float(), self._top_k)
 
 
 def _require_full_attention(model: PreTrainedModel) -> None:

@@ -2,80 +2,112 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_tree import trees
-from toys import ARCHITECTURES, CONTEXT, tiny_engine
+from toys import ARCHITECTURES, CONTEXT, PATHS, tiny_engine
 
-from specdec.cache import BLOCK, TreeCache
+from specdec.cache import BLOCK, LayerShape, TreeCache
 from specdec.tree import TokenTree
 
+CPU = torch.device("cpu")
+SHAPE = LayerShape(CPU, torch.float32, (1, 2), (1, 2))
 
+
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
-def test_commit_and_rewind_equal_a_fresh_prefill(architecture: str, data: st.DataObject) -> None:
-    target = tiny_engine(architecture).target
+def test_commit_and_rewind_equal_a_fresh_prefill(architecture: str, path: str, data: st.DataObject) -> None:
+    target = tiny_engine(architecture, path).target
     cache, committed = target.new_cache(), [7, 8, 9]
     target.prefill(cache, committed)
     for _ in range(data.draw(st.integers(1, 4))):
         tree = data.draw(trees(max_size=12))
-        logits = target.verify(cache, tree)
-        path = tree.path(data.draw(st.integers(0, len(tree) - 1)))
+        logits = target.verify(cache, tree).clone()
+        kept_nodes = tree.path(data.draw(st.integers(0, len(tree) - 1)))
         fresh = target.new_cache()
-        text = committed + tree.token_ids[path].tolist()
+        text = committed + tree.token_ids[kept_nodes].tolist()
         target.prefill(fresh, text[:-1])
-        torch.testing.assert_close(logits[path[-1]], target.verify(fresh, TokenTree.root(text[-1]))[0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            logits[kept_nodes[-1]], target.verify(fresh, TokenTree.root(text[-1]))[0], atol=1e-4, rtol=1e-4
+        )
         fresh.commit([0])
-        cache.commit(path)
+        cache.commit(kept_nodes)
         committed = text
         kept = data.draw(st.integers(1, cache.length))
-        for mine, recomputed in ((cache.keys, fresh.keys), (cache.values, fresh.values)):
+        for mine, recomputed in zip(cache.slabs[0], fresh.slabs[0], strict=True):
             torch.testing.assert_close(mine[:, :, : cache.length], recomputed[:, :, : fresh.length], atol=1e-5, rtol=1e-5)
         cache.rewind(kept)
         del committed[kept:]
 
 
 def test_nothing_is_moved_when_the_path_is_already_in_place() -> None:
-    cache = TreeCache(1, 100)
+    cache = TreeCache([SHAPE], 100)
     states = torch.arange(12.0).view(1, 1, 6, 2)
     cache.write(0, states, states)
-    before = cache.keys.clone()
+    before = cache.slabs[0].keys.clone()
     cache.commit([0, 1, 2])
     assert cache.length == 3
-    assert torch.equal(cache.keys[:, :, :6], before[:, :, :6])
+    assert torch.equal(cache.slabs[0].keys[:, :, :6], before[:, :, :6])
 
 
 def test_only_the_accepted_rows_move_and_the_prefix_stays() -> None:
-    cache = TreeCache(2, 100)
+    cache = TreeCache([SHAPE] * 2, 100)
     for layer in range(2):
         states = torch.arange(12.0).view(1, 1, 6, 2) + 100 * layer
         cache.write(layer, states, states)
     cache.commit([0, 2, 5])
     for layer in range(2):
-        assert cache.keys[layer, 0, :3, 0].tolist() == [0 + 100 * layer, 4 + 100 * layer, 10 + 100 * layer]
+        assert cache.slabs[0].keys[layer, 0, :3, 0].tolist() == [0 + 100 * layer, 4 + 100 * layer, 10 + 100 * layer]
 
 
-def test_the_cache_grows_in_blocks_and_never_past_its_maximum() -> None:
-    cache = TreeCache(1, BLOCK + 10)
+def test_layers_of_one_device_and_shape_share_a_slab_and_a_path_is_kept_in_every_slab() -> None:
+    other = LayerShape(CPU, torch.float32, (1, 2), (1, 3))
+    elsewhere = LayerShape(torch.device("meta"), torch.float32, (1, 2), (1, 2))
+    cache = TreeCache([SHAPE, other, elsewhere, other], 100)
+    assert cache.places == [(0, 0), (1, 0), (2, 0), (1, 1)]
+    for layer, shape in enumerate((SHAPE, other, elsewhere, other)):
+        states = (torch.arange(5.0).view(1, 1, 5, 1) + 100 * layer).to(shape.device)
+        keys, values = cache.write(layer, states.expand(1, 1, 5, shape.keys[1]), states.expand(1, 1, 5, shape.values[1]))
+        assert (keys.device, values.device) == (shape.device, shape.device)
+        assert values.shape == (1, 1, 5, shape.values[1])
+    cache.commit([0, 2, 4])
+    assert cache.slabs[0].keys[0, 0, :3, 0].tolist() == [0, 2, 4]
+    assert cache.slabs[1].values[:, 0, :3, 0].tolist() == [[100, 102, 104], [300, 302, 304]]
+    assert [slab.keys.device.type for slab in cache.slabs] == ["cpu", "cpu", "meta"]
+
+
+def test_a_conversation_that_ends_gives_its_memory_back_at_once() -> None:
+    cache = TreeCache([SHAPE], 100)
+    cache.write(0, torch.ones(1, 1, 5, 2), torch.ones(1, 1, 5, 2))
+    keys = weakref.ref(cache.slabs[0].keys)
+    del cache
+    assert keys() is None
+
+
+def test_the_cache_grows_by_doubling_and_never_past_its_maximum() -> None:
+    cache = TreeCache([SHAPE], BLOCK + 10)
     for _ in range(3):
         states = torch.ones(1, 1, 100, 2)
         cache.write(0, states, states)
         cache.commit(range(100))
-    assert cache.capacity == BLOCK
+    assert cache.slabs[0].capacity == BLOCK
     states = torch.ones(1, 1, BLOCK + 10 - 300, 2)
     cache.write(0, states, states)
-    assert cache.capacity == BLOCK + 10
-    assert bool((cache.keys[:, :, :300] == 1).all())
+    assert cache.slabs[0].capacity == BLOCK + 10
+    assert bool((cache.slabs[0].keys[:, :, :300] == 1).all())
     with pytest.raises(ValueError, match="maximum"):
         cache.write(0, torch.ones(1, 1, BLOCK, 2), torch.ones(1, 1, BLOCK, 2))
 
 
 def test_a_rewind_beyond_what_is_committed_is_refused() -> None:
-    cache = TreeCache(1, 100)
+    cache = TreeCache([SHAPE], 100)
     with pytest.raises(ValueError, match="rewind"):
         cache.rewind(1)
 

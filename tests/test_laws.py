@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import ARCHITECTURES, CONTEXT, EOS, VOCAB, OracleSpeculator, tiny_engine, tiny_model, tokenizer
+from toys import ARCHITECTURES, CONTEXT, EOS, PATHS, VOCAB, OracleSpeculator, tiny_engine, tiny_model, tokenizer
 from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from specdec.engine import Conversation, ConversationBusyError, SpeculativeEngine
@@ -23,6 +23,7 @@ PROMPT = "the cat sat on the mat. the cat sat"
 DECODINGS = ("plain", "linear", "tree")
 SETTINGS: dict[str, dict[str, Any]] = {
     "cool": {"temperature": 0.5, "top_p": 0.9},
+    "even": {"temperature": 0.9, "top_k": 40, "min_p": 0.05},
     "warm": {"temperature": 1.0, "top_k": 20, "repetition_penalty": 1.3},
     "hot": {"temperature": 1.5, "top_k": 0, "min_p": 0.02, "presence_penalty": 0.7, "no_repeat_ngram_size": 3},
 }
@@ -45,9 +46,10 @@ def transformers_greedy(engine: SpeculativeEngine, prompt: list[int], **argument
     return output[0, len(prompt) :].tolist()
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_law_1_greedy_tree_linear_plain_and_transformers_agree(architecture: str) -> None:
-    engine = tiny_engine(architecture)
+def test_law_1_greedy_tree_linear_plain_and_transformers_agree(architecture: str, path: str) -> None:
+    engine = tiny_engine(architecture, path)
     prompt = tokenizer()(PROMPT)["input_ids"]
     reference = transformers_greedy(engine, prompt, max_new_tokens=60)
     assert len(set(reference)) > 3, "a reply of one repeated token would prove little"
@@ -59,10 +61,11 @@ def test_law_1_greedy_tree_linear_plain_and_transformers_agree(architecture: str
         assert len(steps) < 60, "the oracle's tokens must be accepted"
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3"])
-def test_law_2_sampled_tree_linear_and_plain_agree(architecture: str, name: str) -> None:
-    engine = tiny_engine(architecture)
+def test_law_2_sampled_tree_linear_and_plain_agree(architecture: str, name: str, path: str) -> None:
+    engine = tiny_engine(architecture, path)
     arguments = {"max_new_tokens": 50, "do_sample": True, "seed": 7, **SETTINGS[name]}
     plain = ids(list(engine.stream(PROMPT, decoding="plain", **arguments)))
     for decoding in ("linear", "tree"):
@@ -74,8 +77,9 @@ def test_law_2_sampled_tree_linear_and_plain_agree(architecture: str, name: str)
     assert other != plain
 
 
-def test_law_2_greedy_with_penalties_agrees_with_transformers() -> None:
-    engine = tiny_engine()
+@pytest.mark.parametrize("path", PATHS)
+def test_law_2_greedy_with_penalties_agrees_with_transformers(path: str) -> None:
+    engine = tiny_engine(path=path)
     prompt = tokenizer()(PROMPT)["input_ids"]
     arguments: dict[str, Any] = {"max_new_tokens": 40, "min_new_tokens": 9}
     arguments |= {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2}
@@ -88,10 +92,11 @@ def test_law_2_greedy_with_penalties_agrees_with_transformers() -> None:
     assert ids(list(engine.stream(prompt, conversation=chat, presence_penalty=0.9, **arguments))) == reference
 
 
-@settings(max_examples=40, deadline=None)
+@pytest.mark.parametrize("path", PATHS)
+@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32), honesty=st.floats(0, 1), budget=st.integers(0, 64), sampled=st.booleans())
-def test_law_3_no_proposal_changes_the_output(seed: int, honesty: float, budget: int, sampled: bool) -> None:
-    engine = tiny_engine()
+def test_law_3_no_proposal_changes_the_output(seed: int, honesty: float, budget: int, sampled: bool, path: str) -> None:
+    engine = tiny_engine(path=path)
     arguments = {"max_new_tokens": 30, "do_sample": sampled, "temperature": 0.8, "seed": 3}
     plain = ids(list(engine.stream(PROMPT, decoding="plain", **arguments)))
     chat = oracle(engine, plain, seed, honesty)
@@ -101,8 +106,9 @@ def test_law_3_no_proposal_changes_the_output(seed: int, honesty: float, budget:
         step.tree.check(VOCAB)
 
 
-def test_law_4_a_conversation_after_many_turns_holds_what_a_fresh_prefill_computes() -> None:
-    engine = tiny_engine()
+@pytest.mark.parametrize("path", PATHS)
+def test_law_4_a_conversation_after_many_turns_holds_what_a_fresh_prefill_computes(path: str) -> None:
+    engine = tiny_engine(path=path)
     chat = engine.conversation()
     messages = [{"role": "user", "content": "hello hello hello"}]
     for turn in range(3):
@@ -111,12 +117,13 @@ def test_law_4_a_conversation_after_many_turns_holds_what_a_fresh_prefill_comput
     fresh = engine.target.new_cache()
     engine.target.prefill(fresh, chat.token_ids)
     assert fresh.length == chat.cache.length
-    for kept, recomputed in ((chat.cache.keys, fresh.keys), (chat.cache.values, fresh.values)):
+    for kept, recomputed in zip(chat.cache.slabs[0], fresh.slabs[0], strict=True):
         torch.testing.assert_close(kept[:, :, : fresh.length], recomputed[:, :, : fresh.length], atol=1e-5, rtol=1e-5)
 
 
-def test_law_5_budget_0_is_plain_decoding() -> None:
-    engine = tiny_engine()
+@pytest.mark.parametrize("path", PATHS)
+def test_law_5_budget_0_is_plain_decoding(path: str) -> None:
+    engine = tiny_engine(path=path)
     steps = list(engine.stream(PROMPT, max_new_tokens=20, budget=0))
     assert len(steps) == 20
     assert all(len(step.tree) == 1 and len(step.token_ids) == 1 for step in steps)
@@ -168,17 +175,19 @@ def test_law_5_a_path_deeper_than_the_tokens_wanted_is_cut(sampled: bool) -> Non
     assert ids(steps) == plain[:3]
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("decoding", DECODINGS)
-def test_law_5_the_context_limit_ends_the_reply(decoding: str) -> None:
-    engine = tiny_engine()
+def test_law_5_the_context_limit_ends_the_reply(decoding: str, path: str) -> None:
+    engine = tiny_engine(path=path)
     prompt = [5 + i % 200 for i in range(CONTEXT - 20)]
     steps = list(engine.stream(prompt, decoding=decoding, eos_token_id=-1))
     assert len(ids(steps)) == 20
     assert steps[-1].finish_reason == "context"
 
 
-def test_law_6_a_stream_closed_half_way_leaves_the_conversation_usable() -> None:
-    engine = tiny_engine()
+@pytest.mark.parametrize("path", PATHS)
+def test_law_6_a_stream_closed_half_way_leaves_the_conversation_usable(path: str) -> None:
+    engine = tiny_engine(path=path)
     chat = engine.conversation()
     stream = engine.stream(PROMPT, conversation=chat, max_new_tokens=40)
     list(islice(stream, 3))
@@ -230,8 +239,9 @@ def test_a_conversation_serves_one_reply_at_a_time() -> None:
     assert len(list(running)) > 0
 
 
-def test_two_conversations_interleaved_do_not_mix() -> None:
-    engine = tiny_engine()
+@pytest.mark.parametrize("path", PATHS)
+def test_two_conversations_interleaved_do_not_mix(path: str) -> None:
+    engine = tiny_engine(path=path)
     prompts = [PROMPT, "a quite different text, a quite"]
     alone = [ids(list(engine.stream(p, max_new_tokens=30))) for p in prompts]
     streams = [engine.stream(p, max_new_tokens=30) for p in prompts]

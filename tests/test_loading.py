@@ -305,6 +305,17 @@ def test_too_little_memory_is_said_before_loading(tiny_folder: Path, monkeypatch
     assert "--dtype" not in failure(tiny_folder, device="cpu", dtype="bfloat16")
 
 
+def test_a_model_too_large_for_one_gpu_is_laid_over_all_of_them_unless_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(devices, "_free_bytes", lambda device: 1000.0)
+    anywhere, first = torch.device("cuda"), torch.device("cuda:0")
+    assert devices.place_weights("m", 400, torch.bfloat16, anywhere) == {"": anywhere}
+    assert devices.place_weights("m", 800, torch.bfloat16, anywhere) == "auto"
+    for weights, device in ((1200, anywhere), (800, first)):
+        with pytest.raises(LoadError, match="are free on cuda"):
+            devices.place_weights("m", weights, torch.bfloat16, device)
+
+
 def test_a_container_limit_counts_as_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_CGROUP", tmp_path)
     assert devices._container_bytes() == float("inf")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from toys import tiny_engine
 from transformers import LogitsProcessorList, TopKLogitsWarper
 
 from specdec.sampling import PresencePenaltyProcessor, Sampler, gumbel_noise
@@ -40,6 +42,43 @@ def test_a_token_that_a_processor_removed_is_never_drawn() -> None:
     logits = torch.tensor([0.0, 0.1, 0.2, 0.3])
     drawn = {sampler.choose(logits, torch.zeros(1, n, dtype=torch.int64)) for n in range(200)}
     assert drawn == {2, 3}
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 0},
+        {"temperature": 1.3, "top_k": 40, "min_p": 0.05},
+        {"typical_p": 0.8, "epsilon_cutoff": 1e-3, "top_k": 0},
+        {"eta_cutoff": 1e-3, "suppress_tokens": [7, 8], "renormalize_logits": True, "remove_invalid_values": True, "top_k": 0},
+    ],
+    ids=lambda arguments: "-".join(arguments) if isinstance(arguments, dict) else None,
+)
+def test_all_draws_at_once_are_the_draws_one_by_one(arguments: dict[str, object], seed: int | None) -> None:
+    """Bit for bit, so that ties break alike; logits in bfloat16, where there are many."""
+    model = tiny_engine().model
+    config, _ = model._prepare_generation_config(None, do_sample=True, **arguments)
+    model._prepare_special_tokens(config)
+    processors = model._get_logits_processor(config, input_ids_seq_length=5, model_kwargs={})
+    sampler = Sampler(processors, seed)
+    assert sampler.is_blind
+    logits = (3 * torch.randn(64, 5000, generator=torch.Generator().manual_seed(1))).bfloat16().float()
+    for size in (1, 2, 64):
+        positions = [5 + node // 2 for node in range(size)]
+        texts = [torch.zeros(1, position, dtype=torch.int64) for position in positions]
+        one_by_one = [sampler.choose(row, text) for row, text in zip(logits, texts, strict=False)]
+        assert sampler.draw(logits[:size], positions).tolist() == one_by_one
+
+
+@pytest.mark.parametrize("arguments", [{"repetition_penalty": 1.1}, {"no_repeat_ngram_size": 3}, {"min_length": 20}])
+def test_what_looks_at_the_text_is_not_drawn_at_once(arguments: dict[str, object]) -> None:
+    model = tiny_engine().model
+    config, _ = model._prepare_generation_config(None, do_sample=True, eos_token_id=0, **arguments)
+    model._prepare_special_tokens(config)
+    processors = model._get_logits_processor(config, input_ids_seq_length=5, model_kwargs={})
+    assert not Sampler(processors, 1).is_blind
 
 
 def test_presence_penalty_counts_a_token_once_and_only_in_the_reply() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from toys import ARCHITECTURES, tiny_engine, tiny_model
 from transformers import BloomConfig, MambaConfig, MistralConfig, PreTrainedConfig
 
-from specdec.logits import target_view, top_tokens
+from specdec.logits import fetch, target_view, top_tokens, view_on_device
 from specdec.target import Cancelled, TargetModel, UnsupportedModelError
 from specdec.tree import TokenTree
 
@@ -50,6 +50,9 @@ def test_top_tokens_and_view_agree_with_a_full_softmax(architecture: str) -> Non
         own = row[tree.token_ids[node]]
         assert view.probs[node] == pytest.approx(own.exp().item(), rel=1e-4)
         assert view.ranks[node] == int((row > own).sum())
+    probs, ranks = view_on_device(logits, tree).numpy()
+    np.testing.assert_allclose(probs, view.probs[1:], rtol=1e-4)
+    assert ranks.tolist() == view.ranks[1:].tolist()
 
 
 @settings(deadline=None)
@@ -60,6 +63,17 @@ def test_top_tokens_finds_the_k_best_of_any_vocabulary(vocab: int, k: int, seed:
     assert top.token_ids.tolist() == logits.topk(min(k, vocab), dim=-1).indices.tolist()
 
 
+@pytest.mark.parametrize("k", [0, 1, 6, 5000])
+def test_one_transfer_brings_choices_and_top_tokens_unchanged(k: int) -> None:
+    logits = 5 * torch.randn(9, 3000, generator=torch.Generator().manual_seed(2))
+    chosen, top = fetch(logits, logits.argmax(-1), k)
+    assert chosen == logits.argmax(-1).tolist()
+    reference = torch.log_softmax(logits, -1).topk(min(k, 3000), dim=-1)
+    assert top.token_ids.tolist() == logits.topk(min(k, 3000), dim=-1).indices.tolist()
+    np.testing.assert_allclose(top.logprobs, reference.values.numpy(), atol=1e-5)
+    assert fetch(logits, None, k)[0] == []
+
+
 def test_prefill_in_chunks_equals_one_pass_and_stops_between_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_engine().target
     prompt = [4 + i % 50 for i in range(100)]
@@ -68,7 +82,7 @@ def test_prefill_in_chunks_equals_one_pass_and_stops_between_chunks(monkeypatch:
     monkeypatch.setattr("specdec.target.PREFILL_CHUNK", 32)
     chunked = target.new_cache()
     top_chunked = target.prefill(chunked, prompt, top_k=3)
-    torch.testing.assert_close(whole.keys[:, :, :100], chunked.keys[:, :, :100], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(whole.slabs[0].keys[:, :, :100], chunked.slabs[0].keys[:, :, :100], atol=1e-5, rtol=1e-5)
     assert top.token_ids.tolist() == top_chunked.token_ids.tolist()
     stopped, polls = target.new_cache(), iter([False, False, True])
     with pytest.raises(Cancelled):

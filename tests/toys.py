@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -25,6 +28,7 @@ from transformers import (
 
 from specdec.engine import SpeculativeEngine
 from specdec.speculators import Proposal, TopK
+from specdec.static import StaticPass
 from specdec.tree import TokenTree
 
 CONTEXT = 192
@@ -85,10 +89,58 @@ def tiny_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     return model.eval()
 
 
+PATHS = ("exact", "replayed")
+"""How trees are verified: as they are, or in fixed shapes by replaying kernels as a CUDA graph does."""
+
+
 @cache
-def tiny_engine(architecture: str = "llama") -> SpeculativeEngine:
+def tiny_engine(architecture: str = "llama", path: str = "exact") -> SpeculativeEngine:
     """An engine over a tiny random model with the default speculator."""
-    return SpeculativeEngine(tiny_model(ARCHITECTURES[architecture]), tokenizer())
+    engine = SpeculativeEngine(tiny_model(ARCHITECTURES[architecture]), tokenizer(), static=path == "replayed")
+    if path == "replayed":
+        replay_passes(engine)
+    return engine
+
+
+def replay_passes(engine: SpeculativeEngine) -> StaticPass:
+    """Let the static passes of ``engine`` be recorded once and replayed from then on."""
+    static = engine.target._static
+    assert static is not None
+
+    def recorded(width: int, length: int) -> Recording:
+        return Recording(lambda: static._pass(width, length))
+
+    static._capture, static._captured = True, recorded  # type: ignore[assignment, method-assign]
+    return static
+
+
+class Recording(TorchDispatchMode):
+    """A CUDA graph for the CPU: the kernels of one call with their arguments, launched again without any Python between.
+
+    A tensor that the call itself did not make is the same memory at every replay. Fails if a kernel's result went to the host.
+    """
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        super().__init__()
+        self.launches: list[tuple[Any, Any, Any, Any]] = []
+        with self:
+            call()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), "a wait for the device"
+        result = func(*args, **(kwargs or {}))
+        self.launches.append((func, args, kwargs or {}, result))
+        return result
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        made: dict[int, Any] = {}
+        for func, args, kwargs, result in self.launches:
+            args, kwargs = tree_map(lambda value: made.get(id(value), value), (args, kwargs))
+            again = func(*args, **kwargs)
+            for then, now in zip(tree_flatten(result)[0], tree_flatten(again)[0], strict=True):
+                if isinstance(then, torch.Tensor):
+                    made[id(then)] = now
 
 
 class OracleSpeculator:

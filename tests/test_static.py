@@ -1,0 +1,295 @@
+"""Verifying in fixed shapes says what verifying trees as they are says, and nothing but its inputs changes between passes.
+
+On this CPU a recording stands in for a CUDA graph (`toys.Recording`): the same kernels on the same memory, no Python between.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_laws import PROMPT, ids, oracle
+from toys import ARCHITECTURES, CONTEXT, PATHS, VOCAB, replay_passes, tiny_engine, tiny_model, tokenizer
+
+from specdec.cache import Slab, TreeCache
+from specdec.engine import SpeculativeEngine
+from specdec.errors import MemoryFullError
+from specdec.request import MAX_BUDGET
+from specdec.static import BUCKETS, PADDING, bucket
+from specdec.step import Step
+from specdec.target import TargetModel
+from specdec.tree import TokenTree
+
+
+def bushy(size: int, seed: int = 0) -> TokenTree:
+    """A random tree of exactly ``size`` nodes."""
+    random = np.random.default_rng(seed)
+    parents = np.array([-1, *(random.integers(0, node) for node in range(1, size))], np.int64)
+    return TokenTree(np.arange(20, 20 + size, dtype=np.int64), parents)
+
+
+@pytest.fixture
+def short_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers of 16, 32, 64, 128 positions, then all there is."""
+    monkeypatch.setattr("specdec.cache.BLOCK", 16)
+
+
+def replayed(architecture: str = "llama") -> SpeculativeEngine:
+    """An engine of its own, whose passes are recorded and replayed."""
+    engine = SpeculativeEngine(tiny_model(ARCHITECTURES[architecture]), tokenizer(), static=True)
+    replay_passes(engine)
+    return engine
+
+
+def test_the_largest_tree_fits_the_widest_pass_and_its_padding_fits_the_cache() -> None:
+    assert BUCKETS[-1] == MAX_BUDGET + 1
+    assert max(bucket(size) for size in range(1, BUCKETS[-1] + 1)) <= PADDING
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_width_and_length_edge_gives_the_logits_of_the_exact_pass(architecture: str, short_buckets: None) -> None:
+    exact, static = tiny_engine(architecture).target, replayed(architecture).target
+    sizes = sorted({size for width in BUCKETS for size in (width, width + 1) if size <= BUCKETS[-1]})
+    for length in (0, 1, 15, 16, 31, 63, 100, CONTEXT - 65):
+        for size in sizes:
+            logits = []
+            for target in (exact, static):
+                cache = target.new_cache()
+                target.prefill(cache, [4 + i % 90 for i in range(length)])
+                logits.append(target.verify(cache, bushy(size)).clone())
+            assert torch.isfinite(logits[1]).all()
+            torch.testing.assert_close(logits[1], logits[0], atol=1e-4, rtol=1e-4)
+
+
+def test_up_to_the_last_position_and_not_beyond() -> None:
+    exact, static = tiny_engine().target, replayed().target
+    logits = []
+    for target in (exact, static):
+        cache = target.new_cache()
+        target.prefill(cache, [4 + i % 90 for i in range(CONTEXT - 3)])
+        logits.append(target.verify(cache, bushy(3)).clone())
+        with pytest.raises(ValueError, match="maximum"):
+            target.verify(cache, bushy(4))
+    torch.testing.assert_close(logits[1], logits[0], atol=1e-4, rtol=1e-4)
+
+
+def test_a_reply_that_outgrows_its_buffers_is_the_same(short_buckets: None) -> None:
+    engine = replayed()
+    expected = ids(list(tiny_engine().stream(PROMPT, decoding="plain", max_new_tokens=140, eos_token_id=VOCAB)))
+    for decoding in ("plain", "tree"):
+        assert ids(list(engine.stream(PROMPT, decoding=decoding, max_new_tokens=140, eos_token_id=VOCAB))) == expected
+    short = "ab"  # back in a short bucket, whose recordings went with the buffers they knew
+    assert ids(list(engine.stream(short, max_new_tokens=9))) == ids(list(tiny_engine().stream(short, max_new_tokens=9)))
+
+
+@settings(max_examples=15, deadline=None)
+@given(turns=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9), st.booleans()), min_size=2, max_size=14))
+def test_conversations_that_take_turns_keep_what_is_theirs(turns: list[tuple[int, int, bool]]) -> None:
+    """Passes, commits and rewinds of three conversations in any order; a pass may be committed after another's pass."""
+    target = tiny_engine(path="replayed").target
+    caches, texts = [target.new_cache() for _ in range(3)], [[5], [6], [7]]
+    pending: list[TokenTree | None] = [None] * 3
+    for who, size, rewinds in turns:
+        cache, text = caches[who], texts[who]
+        if (verified := pending[who]) is not None:
+            path = verified.path(len(verified) - 1)
+            cache.commit(path)
+            text += verified.token_ids[path[1:]].tolist()
+            if rewinds:
+                cache.rewind(cache.length // 2)
+                del text[cache.length :]
+            text.append(9)
+        pending[who] = tree = bushy(size)
+        tree.token_ids[0] = text[-1]
+        logits = target.verify(cache, tree).clone()
+        exact = tiny_engine().target
+        fresh = exact.new_cache()
+        exact.prefill(fresh, text[: cache.length])
+        torch.testing.assert_close(logits, exact.verify(fresh, tree), atol=1e-4, rtol=1e-4)
+
+
+def test_no_cache_is_copied_while_one_conversation_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, copies = replayed(), 0
+    take = Slab.take
+
+    def counted(mine: Slab, theirs: Slab) -> None:
+        nonlocal copies
+        copies += 1
+        take(mine, theirs)
+
+    monkeypatch.setattr(Slab, "take", counted)
+    chats = [engine.conversation(), engine.conversation()]
+    list(engine.stream(PROMPT, conversation=chats[0], max_new_tokens=20))
+    assert copies <= 1, "the buffers may grow once"
+    list(engine.stream(PROMPT + " on", conversation=chats[0], max_new_tokens=20))
+    assert copies <= 1
+    list(engine.stream(PROMPT, conversation=chats[1], max_new_tokens=20))
+    list(engine.stream(PROMPT, conversation=chats[0], max_new_tokens=20))
+    assert copies <= 4, "one moves out, another one moves in"
+
+
+def test_a_pass_is_recorded_once_per_width_and_length_and_only_replayed_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, forwards = replayed(), 0
+    list(engine.stream(PROMPT, max_new_tokens=30, budget=7, conversation=oracle(engine, list(range(20, 50)))))
+    forward = engine.model.forward
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal forwards
+        forwards += 1
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(engine.model, "forward", counted)
+    steps = list(engine.stream(PROMPT, max_new_tokens=30, budget=7, conversation=oracle(engine, list(range(20, 50)))))
+    assert len(steps) > 10
+    assert forwards == 1, "the prefill alone"
+
+
+def test_where_a_graph_cannot_be_captured_one_notice_says_so_and_the_reply_is_the_same(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer(), static=True)
+    static = engine.target._static
+    assert static is not None
+
+    def refused(width: int, length: int) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    monkeypatch.setattr(static, "_capture", True)
+    monkeypatch.setattr(static, "_captured", refused)
+    with caplog.at_level(logging.WARNING):
+        reply = ids(list(engine.stream(PROMPT, max_new_tokens=20)))
+    assert reply == ids(list(tiny_engine().stream(PROMPT, max_new_tokens=20)))
+    notices = [record.getMessage() for record in caplog.records if record.name == "specdec.static"]
+    assert len(notices) == 1
+    assert "not permitted" in notices[0]
+    assert "\n" not in notices[0]
+
+
+def test_a_padded_pass_costs_what_its_bucket_costs() -> None:
+    cost = replayed().target.measure_cost(context=20, repeats=1)
+    assert cost.seconds(33) == cost.seconds(64)
+    assert cost.seconds(5) == cost.seconds(8)
+
+
+def test_a_cpu_verifies_trees_as_they_are_unless_asked_otherwise() -> None:
+    model = tiny_model(ARCHITECTURES["llama"])
+    assert TargetModel(model)._static is None
+    assert TargetModel(model, static=True)._static is not None
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_law_6_out_of_memory_ends_the_reply_in_one_line_and_the_conversation_goes_on(
+    path: str, monkeypatch: pytest.MonkeyPatch, short_buckets: None
+) -> None:
+    engine = replayed() if path == "replayed" else tiny_engine()
+    if engine.target._static is not None:  # forget what the measurement of the cost needed
+        engine.target._static._home.slabs[:] = engine.target.new_cache().slabs
+    chat = engine.conversation()
+    resized, room = Slab.resized, [0]
+
+    def full(slab: Slab, capacity: int) -> Slab:
+        if capacity > room[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has ...")
+        return resized(slab, capacity)
+
+    monkeypatch.setattr(Slab, "resized", full)
+    for positions, said in ((32, False), (64, True)):  # in the prefill; in the growth while it decodes
+        room[0] = positions
+        steps: list[Step] = []
+        with pytest.raises(MemoryFullError) as error:
+            steps.extend(engine.stream(PROMPT, conversation=chat, decoding="plain", max_new_tokens=140, eos_token_id=VOCAB))
+        assert "\n" not in str(error.value)
+        assert "start a new chat" in str(error.value)
+        assert bool(steps) == said
+        assert chat.cache.length == len(chat.token_ids)
+    room[0] = 10_000
+    again = ids(list(engine.stream(PROMPT + " on", conversation=chat, max_new_tokens=60)))
+    assert again == ids(list(tiny_engine().stream(PROMPT + " on", max_new_tokens=60)))
+
+
+def test_a_cache_that_cannot_grow_keeps_what_it_holds(monkeypatch: pytest.MonkeyPatch, short_buckets: None) -> None:
+    target = tiny_engine().target
+    cache: TreeCache = target.new_cache()
+    target.prefill(cache, list(range(10, 22)))
+    before = cache.slabs[0].keys[:, :, :12].clone()
+    zeros = torch.Tensor.new_zeros
+    calls = 0
+
+    def second_fails(*args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 2:  # the keys found room, the values did not
+            raise torch.OutOfMemoryError("out of memory")
+        return zeros(*args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", second_fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        target.prefill(cache, list(range(10, 22)))
+    monkeypatch.undo()
+    assert [buffer.shape[2] for buffer in cache.slabs[0]] == [16, 16]
+    assert torch.equal(cache.slabs[0].keys[:, :, :12], before)
+
+
+def test_float32_products_are_exact() -> None:
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cuda.matmul.allow_tf32
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_on_a_gpu_graphs_say_what_plain_decoding_and_transformers_say(architecture: str) -> None:
+    model = tiny_model(ARCHITECTURES[architecture]).to("cuda")
+    engine = SpeculativeEngine(model, tokenizer())
+    static = engine.target._static
+    assert static is not None
+    prompt = tokenizer()(PROMPT)["input_ids"]
+    tokens = torch.tensor([prompt], device="cuda")
+    output = model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=60, pad_token_id=0)
+    reference = output[0, len(prompt) :].tolist()
+    for budget in (0, 7, 64):
+        steps = engine.stream(prompt, max_new_tokens=60, budget=budget, conversation=oracle(engine, reference))
+        assert ids(list(steps)) == reference
+    assert static._capture, "capturing failed"
+    assert len(static._graphs) >= len(BUCKETS)
+    exact = TargetModel(model, static=False)
+    for size in (1, 3, 17, 65):
+        caches = engine.target.new_cache(), exact.new_cache()
+        for target, cache in zip((engine.target, exact), caches, strict=True):
+            target.prefill(cache, prompt)
+        torch.testing.assert_close(
+            engine.target.verify(caches[0], bushy(size)), exact.verify(caches[1], bushy(size)), atol=1e-4, rtol=1e-4
+        )
+    arguments = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.9, "top_p": 0.9, "top_k": 50, "seed": 5}
+    plain = ids(list(engine.stream(PROMPT, decoding="plain", **arguments)))
+    assert ids(list(engine.stream(PROMPT, conversation=oracle(engine, plain), budget=20, **arguments))) == plain
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_memory_does_not_grow_over_many_replies() -> None:
+    engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]).to("cuda"), tokenizer())
+    allocated = []
+    for _ in range(200):
+        list(engine.stream(PROMPT, max_new_tokens=20))
+        allocated.append(torch.cuda.memory_allocated())
+    assert allocated[-1] <= max(allocated[:20])
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_a_step_waits_once_for_the_device() -> None:
+    engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]).to("cuda"), tokenizer())
+    list(engine.stream(PROMPT, max_new_tokens=60))
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        for arguments in ({}, {"do_sample": True, "temperature": 0.8, "top_k": 40}):
+            stream = engine.stream(PROMPT, max_new_tokens=20, eos_token_id=VOCAB, **arguments)
+            next(stream)
+            with pytest.warns(UserWarning, match="synchroniz") as waits:
+                steps = list(stream)
+            assert len(waits) <= len(steps)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

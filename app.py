@@ -54,6 +54,12 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="study the model's vocabulary while idle (some minutes, once per model): faster drafts",
     )
+    page.add_argument(
+        "--memory",
+        action=argparse.BooleanOptionalAction,
+        help="remember across chats, in a file on this machine, with a switch in the page; by default only where the page "
+        "is served to this machine alone",
+    )
     page.add_argument("--no-browser", action="store_true", help="do not open the page in the browser")
     return parser
 
@@ -69,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.host not in LOCAL:
                 _say(_exposure(options.host, options.port, auth is not None))
         engine = _engine(options) if _on_space() else ENGINE_THREAD.submit(_engine, options).result()
-        page = build(engine, study=options.study and not _on_space())
+        page = build(engine, study=options.study and not _on_space(), memory=_remembers(options))
         _say(f"ready at http://{options.host}:{options.port} (Ctrl+C ends it)")
         page.launch(inbrowser=not options.no_browser and options.host in LOCAL, auth=auth, **_serving(options))
     except (StartError, LoadError, UnsupportedModelError) as error:
@@ -93,6 +99,12 @@ def _engine(options: argparse.Namespace) -> SpeculativeEngine:
             "(its name often ends in Instruct or Chat)."
         )
     return engine
+
+
+def _remembers(options: argparse.Namespace) -> bool:
+    """Whether the page may remember across chats: not by itself where several people share it, and never on a Space."""
+    alone = options.host in LOCAL
+    return not _on_space() and (alone if options.memory is None else bool(options.memory))
 
 
 def _serving(options: argparse.Namespace) -> dict[str, Any]:

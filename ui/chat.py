@@ -20,6 +20,7 @@ from ui.audits import GOOD, PREFIX, check
 from ui.chats import Chat, Message, Tabs, Writing, read_messages
 from ui.compare import Comparisons
 from ui.inert import inert, original
+from ui.keeper import MemoryKeeper
 from ui.panel import PanelFeed
 from ui.replies import Replies
 from ui.settings import Settings
@@ -35,13 +36,19 @@ Frame = tuple[Any, Any, Any, Any, Any]
 
 
 class ChatHandlers:
-    """Event handlers over one engine; each takes the page's setting fields last, in the order of `Settings.read`."""
+    """Event handlers over one engine; each takes the page's setting fields last, in the order of `Settings.read`.
 
-    def __init__(self, engine: SpeculativeEngine) -> None:
+    With ``memory`` the engine remembers across chats, once `keeper` is started.
+    """
+
+    def __init__(self, engine: SpeculativeEngine, memory: bool = False) -> None:
         self.engine = engine
         self.tabs = Tabs()
         self.replies = Replies(engine)
         self.comparisons = Comparisons(self.replies)
+        self.keeper = MemoryKeeper(self.replies, self.tabs) if memory else None
+        if self.keeper is not None:
+            self.replies.noted = self.keeper.note
         self.model_facts = {
             "name": engine.name,
             "dtype": str(engine.model.dtype).removeprefix("torch."),
@@ -175,6 +182,7 @@ class ChatHandlers:
         return (
             f'<div role="meter" aria-label="context used" aria-valuemin="0" aria-valuemax="{limit}" aria-valuenow="{used}">'
             f'<span class="track"><span style="width:{share:.1f}%"></span></span>context {used:,} of {limit:,}</div>'
+            + (f'<div class="worth">{line}</div>' if self.keeper is not None and (line := self.keeper.line(chat)) else "")
         )
 
 

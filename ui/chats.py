@@ -180,6 +180,12 @@ class Tabs:
         with self._lock:
             self._leave(tab)
 
+    def cool(self) -> None:
+        """Every chat gives its K/V up and is simply read again when it goes on."""
+        with self._lock:
+            for chat in self._chats.values():
+                chat.conversation = None
+
     def shows(self, tab: str, chat: Chat) -> bool:
         """Whether the tab is there and shows this chat."""
         return self._chats.get(tab) is chat

@@ -104,7 +104,7 @@ class Comparisons:
             prompt = fit(engine, [*messages, {"role": "user", "content": text}], settings.max_tokens)
             for lane in lanes:
                 chosen = replace(settings, decoding=lane.decoding)
-                for step in decode(engine, engine.conversation(), prompt, chosen, stop.is_set, details=True):
+                for step in decode(engine, engine.conversation(remember=False), prompt, chosen, stop.is_set, details=True):
                     lane.recorder.add(step)
                     put(lane)
             if not stop.is_set():

@@ -12,6 +12,7 @@ from gradio.events import api
 from specdec.engine import SpeculativeEngine
 from ui.chat import ChatHandlers
 from ui.look import FAVICON, TITLE
+from ui.memory import MemorySection
 from ui.panel import live_panel
 from ui.prompts import EXAMPLES
 from ui.race import CompareTab
@@ -43,9 +44,14 @@ class _ChatParts:
     settings: list[Any]
 
 
-def build(engine: SpeculativeEngine, study: bool = False) -> gr.Blocks:
-    """The whole page around one engine; with ``study`` it learns about its model while nobody waits for a reply."""
-    handlers = ChatHandlers(engine)
+def build(engine: SpeculativeEngine, study: bool = False, memory: bool = False) -> gr.Blocks:
+    """The whole page around one engine; with ``study`` it learns about its model while nobody waits for a reply.
+
+    With ``memory`` there is a switch for what is remembered across chats; it is for a page that one person uses.
+    """
+    handlers = ChatHandlers(engine, memory)
+    if handlers.keeper is not None:
+        handlers.keeper.start()
     if study:
         study_when_idle(engine, handlers.replies.turns)
     with gr.Blocks(title=TITLE, analytics_enabled=False, fill_width=True) as demo:
@@ -56,7 +62,7 @@ def build(engine: SpeculativeEngine, study: bool = False) -> gr.Blocks:
         with gr.Tabs(elem_id="tabs"):
             with gr.Tab("Chat"), gr.Row(elem_id="columns"):
                 with gr.Column(elem_id="chat-column", min_width=0):
-                    parts = _chat_column()
+                    parts = _chat_column(handlers)
                 with gr.Column(elem_id="panel-column", min_width=0):
                     panel = live_panel()
             with gr.Tab("Compare"):
@@ -78,7 +84,7 @@ def _header(model: dict[str, str]) -> str:
     )
 
 
-def _chat_column() -> _ChatParts:
+def _chat_column(handlers: ChatHandlers) -> _ChatParts:
     chatbot = gr.Chatbot(
         elem_id="chatbot",
         show_label=False,
@@ -110,8 +116,12 @@ def _chat_column() -> _ChatParts:
     with gr.Row(elem_id="below-box"):
         meter = gr.HTML(elem_id="meter")
         audit = gr.Button("Audit the reply", size="sm", elem_id="audit")
-    with gr.Accordion("Settings", open=False, elem_id="settings"):
-        settings = _setting_fields()
+    with gr.Accordion("Settings", open=False, elem_id="settings"), gr.Tabs(elem_id="settings-tabs"):
+        with gr.Tab("Reply"):
+            settings = _setting_fields()
+        if handlers.keeper is not None:
+            with gr.Tab("Memory") as tab:
+                MemorySection(handlers.keeper, handlers.replies.turns, tab)
     return _ChatParts(chatbot, examples, box, meter, audit, settings)
 
 

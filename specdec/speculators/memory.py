@@ -66,6 +66,11 @@ class Memory:
         return int(np.count_nonzero(self.text.keys) + np.count_nonzero(self.logits.keys))
 
     @property
+    def capacity(self) -> int:
+        """How many contexts it has room for."""
+        return len(self.text.keys) + len(self.logits.keys)
+
+    @property
     def clock(self) -> int:
         """Advances with everything it takes in."""
         return int(self.text.clock[0] + self.logits.clock[0])

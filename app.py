@@ -16,6 +16,7 @@ from specdec.engine import SpeculativeEngine
 from specdec.errors import LoadError
 from specdec.target import UnsupportedModelError
 from ui.look import TITLE, look
+from ui.models import chat_engine
 from ui.page import build
 from ui.turns import ENGINE_THREAD, leave_a_core
 
@@ -74,8 +75,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _check_port(options.host, options.port)
             if options.host not in LOCAL:
                 _say(_exposure(options.host, options.port, auth is not None))
-        engine = _engine(options) if _on_space() else ENGINE_THREAD.submit(_engine, options).result()
-        page = build(engine, study=options.study and not _on_space(), memory=_remembers(options))
+        page = build(
+            _engine(options) if _on_space() else ENGINE_THREAD.submit(_engine, options).result(),
+            study=options.study and not _on_space(),
+            memory=_remembers(options),
+            loading=_loading(options) if options.host in LOCAL and not _on_space() else None,
+        )
         _say(f"ready at http://{options.host}:{options.port} (Ctrl+C ends it)")
         page.launch(inbrowser=not options.no_browser and options.host in LOCAL, auth=auth, **_serving(options))
     except (StartError, LoadError, UnsupportedModelError) as error:
@@ -86,19 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _engine(options: argparse.Namespace) -> SpeculativeEngine:
     leave_a_core()
-    engine = SpeculativeEngine(
-        options.model,
-        device=options.device,
-        dtype=options.dtype,
-        trust_remote_code=options.trust_remote_code,
-        progress=_progress(),
-    )
-    if engine.tokenizer.chat_template is None:
-        raise StartError(
-            f"{engine.name} has no chat template, so it cannot chat: choose a model made for chat with --model "
-            "(its name often ends in Instruct or Chat)."
-        )
-    return engine
+    return chat_engine(options.model, progress=_progress(), **_loading(options))
+
+
+def _loading(options: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in ("device", "dtype", "trust_remote_code")}
 
 
 def _remembers(options: argparse.Namespace) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from browser import launch_browser, served
 from playwright.sync_api import Page, expect, sync_playwright
-from test_chat import QUESTION, SECOND, send, texts
+from test_chat import QUESTION, SECOND, send, texts, wait_for
 from toys import ARCHITECTURES, tiny_model, tokenizer
 
 import app
@@ -87,6 +87,23 @@ def test_nothing_new_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> No
     keeper.path.unlink()
     keeper.save()
     assert not keeper.path.exists()
+
+
+def test_it_is_saved_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_exit: list[Any] = []
+    monkeypatch.setattr(keeper_module.atexit, "register", at_exit.append)
+    monkeypatch.setattr(keeper_module, "GLANCE", 1000)
+    handlers = ChatHandlers(engine(), memory=True)
+    keeper = handlers.keeper
+    assert keeper is not None
+    keeper.start()
+    wait_for(lambda: keeper.memory is not None)
+    passes(handlers, "a")
+    assert keeper.path is not None
+    assert not keeper.path.exists()
+    for work in at_exit:
+        work()
+    assert keeper.path.exists()
 
 
 def test_off_means_off_for_chats_that_go_on_too_and_at_the_next_start() -> None:

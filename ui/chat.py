@@ -9,7 +9,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import closing
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import gradio as gr
@@ -42,17 +42,25 @@ class ChatHandlers:
     """
 
     def __init__(self, engine: SpeculativeEngine, memory: bool = False) -> None:
-        self.engine = engine
         self.tabs = Tabs()
         self.replies = Replies(engine)
         self.comparisons = Comparisons(self.replies)
         self.keeper = MemoryKeeper(self.replies, self.tabs) if memory else None
         if self.keeper is not None:
             self.replies.noted = self.keeper.note
-        self.model_facts = {
-            "name": engine.name,
-            "dtype": str(engine.model.dtype).removeprefix("torch."),
-            "device": str(engine.target.device),
+
+    @property
+    def engine(self) -> SpeculativeEngine:
+        """The engine in use; `ui.models` may exchange it."""
+        return self.replies.engine
+
+    @property
+    def model_facts(self) -> dict[str, str]:
+        """The model in use, for display."""
+        return {
+            "name": self.engine.name,
+            "dtype": str(self.engine.model.dtype).removeprefix("torch."),
+            "device": str(self.engine.target.device),
         }
 
     def send(self, text: str, request: gr.Request, *settings: Any) -> Iterator[Frame]:
@@ -152,7 +160,7 @@ class ChatHandlers:
             self.model_facts,
             settings.facts(),
             chat.prompt(settings.system_prompt),
-            partial(token_texts, self.engine.tokenizer),
+            lambda token_ids: token_texts(self.engine.tokenizer, token_ids),
         )
         yield self._frame(chat, box=box or _box(busy=True), panel=feed.start(), shelf=_shelf(chat))
         with closing(self.replies.write(chat, writing, settings, details=True)) as batches:

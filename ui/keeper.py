@@ -6,6 +6,7 @@ off stays off at the next start.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
@@ -53,7 +54,8 @@ class MemoryKeeper:
         return cache_folder() / "memory" / "off"
 
     def start(self) -> None:
-        """Load it without waiting for that; from then on save it whenever the engine is idle."""
+        """Load it without waiting for that; from then on save it whenever the engine is idle, and at exit."""
+        atexit.register(self.save)  # runs when the engine's thread has ended
         threading.Thread(target=self._save_when_idle, daemon=True, name="memory").start()
 
     def open(self) -> None:

@@ -31,8 +31,8 @@ class MemorySection:
     def __init__(self, keeper: MemoryKeeper, turns: Turns, tab: gr.Tab) -> None:
         self._keeper = keeper
         self._turns = turns
-        switch = gr.Checkbox(lambda: keeper.on, label="Remember across chats", info=_PRIVACY, elem_id="memory-switch")
-        summary = gr.HTML(self.summary, elem_id="memory-summary")
+        switch = gr.Checkbox(keeper.on, label="Remember across chats", info=_PRIVACY, elem_id="memory-switch")
+        summary = gr.HTML("", elem_id="memory-summary")
         with gr.Row(elem_id="memory-buttons"):
             files = gr.UploadButton("Hand over files", file_count="multiple", size="sm", elem_id="memory-files")
             folder = gr.UploadButton("Hand over a folder", file_count="directory", size="sm", elem_id="memory-folder")
@@ -44,7 +44,7 @@ class MemorySection:
         line = gr.HTML("", elem_id="memory-line")
 
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-        tab.select(self.summary, outputs=summary, queue=False, **quiet)
+        tab.select(lambda: (keeper.on, self.summary()), outputs=[switch, summary], queue=False, **quiet)
         switch.input(self.switch, switch, [summary, line], concurrency_limit=None, **quiet)
         for button in (files, folder):
             button.upload(self.read, button, [summary, line], concurrency_limit=None, **quiet)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+
+gc.disable()  # until all is loaded: what a start makes stays, and looking for garbage in it takes a second
+
 import argparse
 import logging
 import os
@@ -75,12 +79,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _check_port(options.host, options.port)
             if options.host not in LOCAL:
                 _say(_exposure(options.host, options.port, auth is not None))
+        engine = _engine(options) if _on_space() else ENGINE_THREAD.submit(_engine, options).result()
         page = build(
-            _engine(options) if _on_space() else ENGINE_THREAD.submit(_engine, options).result(),
+            engine,
             study=options.study and not _on_space(),
             memory=_remembers(options),
             loading=_loading(options) if options.host in LOCAL and not _on_space() else None,
         )
+        ENGINE_THREAD.submit(getattr, engine, "pass_cost")  # measured while the page opens; a reply waits for it
+        del engine  # the page may exchange it for another
+        gc.freeze()
+        gc.enable()
         _say(f"ready at http://{options.host}:{options.port} (Ctrl+C ends it)")
         page.launch(inbrowser=not options.no_browser and options.host in LOCAL, auth=auth, **_serving(options))
     except (StartError, LoadError, UnsupportedModelError) as error:

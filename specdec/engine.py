@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.accept import accept
 from specdec.cache import TreeCache
+from specdec.cost import PassCost
 from specdec.loading import load
 from specdec.logits import target_view, top_tokens
 from specdec.prompt import Message, Prompt
@@ -99,10 +100,14 @@ class SpeculativeEngine:
             self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         warm_up()
         self.target = TargetModel(self.model)
-        self.pass_cost = self.target.measure_cost()
         self.memory = memory
         self.vocabulary = load_vocabulary(self.model)
         self._speculator = speculator
+
+    @cached_property
+    def pass_cost(self) -> PassCost:
+        """What a pass costs on this device, by width: measured when first asked for, some two dozen passes."""
+        return self.target.measure_cost()
 
     def speculator(self, memory: Memory | None = None) -> HybridSpeculator:
         """A new speculator for one conversation, with or without a ``memory``."""
@@ -149,6 +154,7 @@ class SpeculativeEngine:
 
     def _decode(self, request: Request, chat: Conversation) -> Iterator[Step]:
         with chat.exclusive():
+            cost = self.pass_cost  # measured before the clock starts
             reply = Reply(request, self.tokenizer, self.target.device)
             root = request.prompt.token_ids[-1]
             start = time.perf_counter()
@@ -177,7 +183,7 @@ class SpeculativeEngine:
                     chat.speculator.observe(tree, kept, emitted, top_tokens(logits, top_k) if top_k else None)
                 root = emitted[-1]
                 done = time.perf_counter()
-                self.pass_cost.observe(len(tree), accepting - verifying)
+                cost.observe(len(tree), accepting - verifying)
                 yield Step(
                     index=index,
                     tree=tree,
@@ -192,7 +198,7 @@ class SpeculativeEngine:
                         commit=done - committing,
                     ),
                     context_length=context_length,
-                    plain_seconds=self.pass_cost.plain,
+                    plain_seconds=cost.plain,
                     finish_reason=reply.finish_reason,
                     target=target_view(logits, tree) if request.details else None,
                     note=note,

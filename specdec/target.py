@@ -84,7 +84,7 @@ class TargetModel:
             chunk = torch.tensor([token_ids[start : start + PREFILL_CHUNK]], device=self.device)
             size = chunk.shape[1]
             positions = torch.arange(cache.length, cache.length + size, device=self.device)[None]
-            logits = self._forward(chunk, cache, positions, keep=0 if top_k else 1)[0]
+            logits = self._forward(chunk, cache, positions, last=not top_k)[0]
             cache.commit(range(size))
             if top_k:
                 tops.append(top_tokens(logits, top_k))
@@ -104,7 +104,7 @@ class TargetModel:
     @torch.inference_mode()
     def top_after(self, token_ids: NDArray[np.int64], top_k: int) -> TopK:
         """The target's ``top_k`` next tokens after each row of ``token_ids`` [B, T], each a text of its own."""
-        return top_tokens(self._forward(torch.from_numpy(token_ids).to(self.device))[:, -1].contiguous(), top_k)
+        return top_tokens(self._forward(torch.from_numpy(token_ids).to(self.device), last=True)[:, 0], top_k)
 
     def batch_writer(self, max_length: int, top_k: int) -> BatchWriter:
         """Something that writes many texts of up to ``max_length`` tokens at once."""
@@ -140,16 +140,18 @@ class TargetModel:
         cache: Cache | None = None,
         positions: Tensor | None = None,
         mask: Tensor | None = None,
-        keep: int = 0,
+        last: bool = False,
     ) -> Tensor:
-        """Logits [B, T, V] float32 of ``token_ids`` [B, T] at ``positions`` [B, T]; of the ``keep`` last rows only (0: all)."""
+        """Logits [B, T, V] float32 of ``token_ids`` [B, T] at ``positions`` [B, T]; with ``last`` of the last row only, [B, 1, V]."""
+        # by index, not by count: transformers would slice, and a strided input makes a bfloat16 Linear 100 times slower on a CPU
+        rows = torch.tensor([token_ids.shape[1] - 1], device=token_ids.device) if last else 0
         logits: Tensor = self.model(
             input_ids=token_ids,
             position_ids=positions,
             attention_mask=mask,
             cache=cache,
             use_cache=cache is not None,
-            logits_to_keep=keep,
+            logits_to_keep=rows,
         ).logits
         return logits.float()
 
@@ -164,7 +166,7 @@ class TargetModel:
         with torch.inference_mode():
             for node in range(len(tree)):
                 branch = torch.tensor([prompt + tree.token_ids[tree.path(node)].tolist()], device=self.device)
-                plain = self._forward(branch, keep=1)[0, -1]
+                plain = self._forward(branch, last=True)[0, 0]
                 if (seen[node] - plain).norm() > 0.1 * (plain - plain.mean()).norm():
                     raise UnsupportedModelError(
                         f"{self.name} gives other logits for a token tree than for the same text: its attention does not "
@@ -193,7 +195,7 @@ class BatchWriter:
         tokens = torch.from_numpy(token_ids).to(self._target.device)
         positions = torch.arange(self._length, self._length + tokens.shape[1], device=tokens.device).expand_as(tokens)
         self._length += tokens.shape[1]
-        return top_tokens(self._target._forward(tokens, self._cache, positions)[:, -1].contiguous(), self._top_k)
+        return top_tokens(self._target._forward(tokens, self._cache, positions, last=True)[:, 0], self._top_k)
 
 
 def _require_full_attention(model: PreTrainedModel) -> None:

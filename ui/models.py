@@ -75,7 +75,9 @@ class Models:
             self._keeper.save()
         self._tabs.cool()
         self._replies.engine = engine
+        gc.unfreeze()  # the app froze what it started with
         gc.collect()
+        gc.freeze()
         if self._keeper is not None:
             self._keeper.open()
         self._remember(name)

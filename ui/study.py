@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 
-from specdec.engine import SpeculativeEngine
 from specdec.study import ROUNDS
 from ui.replies import Replies
 from ui.turns import ENGINE_THREAD, Turns
@@ -28,8 +27,7 @@ def _study(replies: Replies) -> None:
     try:
         while True:
             _wait_for_quiet(replies.turns)
-            if _unfinished(replies.engine):
-                ENGINE_THREAD.submit(replies.engine.study, lambda what, share: replies.turns.idle).result()
+            ENGINE_THREAD.submit(_go_on, replies).result()
     except Exception:
         log.exception("the study of the model's vocabulary failed; the chat works without it")
 
@@ -42,7 +40,8 @@ def _wait_for_quiet(turns: Turns) -> None:
             quiet_since = time.monotonic()
 
 
-def _unfinished(engine: SpeculativeEngine) -> bool:
-    vocabulary = engine.vocabulary
+def _go_on(replies: Replies) -> None:
+    engine, vocabulary = replies.engine, replies.engine.vocabulary
     complete = vocabulary.adjacent >= engine.target.vocab_size and vocabulary.rounds >= ROUNDS
-    return engine.pass_cost.plain <= SLOWEST and not complete
+    if engine.pass_cost.plain <= SLOWEST and not complete:
+        engine.study(lambda what, share: replies.turns.idle)

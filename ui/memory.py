@@ -55,11 +55,11 @@ class MemorySection:
     def switch(self, on: bool) -> Iterator[tuple[Any, str]]:
         """Turn the memory on or off."""
         said = "On: from now on chats are remembered." if on else "Off. What was remembered before stays until you wipe it."
-        return self._change(partial(self._keeper.switch, on), said)
+        yield from self._change(partial(self._keeper.switch, on), said)
 
     def wipe(self) -> Iterator[tuple[Any, str]]:
         """Forget everything."""
-        return self._change(self._keeper.wipe, "Wiped: nothing is remembered, and the file is deleted.")
+        yield from self._change(self._keeper.wipe, "Wiped: nothing is remembered, and the file is deleted.")
 
     def read(self, uploads: Sequence[str] | None) -> Iterator[tuple[Any, str]]:
         """Take in the files handed over, between the replies; the copies that came with the upload are deleted."""

@@ -80,13 +80,13 @@ class MemorySection:
     def summary(self) -> str:
         """What is remembered, as HTML."""
         memory, path = self._keeper.memory, self._keeper.path
-        size = f"{path.stat().st_size / 1e6:,.1f} MB on disk" if path is not None and path.exists() else "nothing on disk"
+        size = _size(path) if path is not None and path.exists() else "nothing on disk"
         if memory is None:
             return f"<p>Off; {size}.</p>"
         known, replies = len(memory), count(len(memory.replies), "reply")
         parts = [
-            f"<p><b>{known:,}</b> contexts known from {replies}, {known / memory.capacity:.0%} of the room there is; "
-            f'<span title="{escape(str(path))}">{size}</span>.</p>'
+            f"<p><b>{known:,}</b> contexts known from {replies} and texts handed over, {known / memory.capacity:.1%} of the "
+            f'room there is; <span title="{escape(str(path))}">{size}</span>.</p>'
         ]
         if len(memory.replies) >= 2:
             parts.append(_progress(memory.replies))
@@ -104,6 +104,11 @@ class MemorySection:
 
     def _take_turn(self, work: Callable[[], T]) -> T:
         return self._turns.run(work, lambda: False, lambda ahead: None)
+
+
+def _size(file: Path) -> str:
+    size = file.stat().st_size
+    return f"{size / 1e6:,.1f} MB on disk" if size >= 1e6 else f"{size / 1e3:,.0f} kB on disk"
 
 
 def _line(text: str) -> str:

@@ -20,7 +20,7 @@ from specdec.errors import LoadError
 from specdec.folders import cache_folder
 from specdec.target import UnsupportedModelError
 from ui.chats import Tabs
-from ui.keeper import MemoryKeeper
+from ui.keeper import MemoryKeeper, count
 from ui.pump import Pump
 from ui.replies import Replies
 from ui.turns import GaveUp
@@ -34,6 +34,8 @@ SUGGESTIONS = (
 RECENT = 6
 """How many of the models loaded last are offered again."""
 _FIELD = "“Model”"
+News = tuple[str, float | None]
+"""What is being done, and the fraction done where it is known."""
 
 
 class Stopped(Exception):
@@ -128,7 +130,7 @@ class ModelSection:
         said = f"Still {self._replies.engine.name}."
         yield _line("Looking for the model …"), gr.skip(), gr.skip(), gr.update(interactive=False), gr.update(visible=True)
         try:
-            for news in Pump(lambda put: self._change(name, stop, put)).batches():
+            for news in self._changing(name, stop):
                 if news:
                     yield _line(*news[-1]), gr.skip(), gr.skip(), gr.skip(), gr.skip()
             said = f"{self._replies.engine.name} is ready."
@@ -144,16 +146,21 @@ class ModelSection:
             gr.update(visible=False),
         )
 
-    def _change(self, name: str, stop: threading.Event, put: Callable[[tuple[str, float | None]], None]) -> None:
-        def progress(text: str, fraction: float | None) -> None:
-            if stop.is_set():
-                raise Stopped
-            put((text[:1].upper() + text[1:], fraction))
+    def _changing(self, name: str, stop: threading.Event) -> Iterator[list[News]]:
+        """Exchange the model when the engine is free; what there is to tell meanwhile."""
 
-        def waiting(ahead: int) -> None:
-            put((f"Waiting for {ahead} {'reply' if ahead == 1 else 'replies'}", None))
+        def produce(put: Callable[[News], None]) -> None:
+            def progress(text: str, fraction: float | None) -> None:
+                if stop.is_set():
+                    raise Stopped
+                put((text[:1].upper() + text[1:], fraction))
 
-        self._replies.turns.run(lambda: self._models.change(name, progress), stop.is_set, waiting)
+            def waiting(ahead: int) -> None:
+                put((f"Waiting for {count(ahead, 'reply')}", None))
+
+            self._replies.turns.run(lambda: self._models.change(name, progress), stop.is_set, waiting)
+
+        return Pump(produce).batches()
 
 
 def _line(text: str, fraction: float | None = -1.0) -> str:

@@ -20,6 +20,7 @@ from specdec.engine import SpeculativeEngine
 from specdec.errors import LoadError
 from specdec.target import UnsupportedModelError
 from ui.look import TITLE, look
+from ui.models import chat_engine
 from ui.page import build
 from ui.turns import ENGINE_THREAD, leave_a_core
 
@@ -58,6 +59,12 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="study the model's vocabulary while idle (some minutes, once per model): faster drafts",
     )
+    page.add_argument(
+        "--memory",
+        action=argparse.BooleanOptionalAction,
+        help="remember across chats, in a file on this machine, with a switch in the page; by default only where the page "
+        "is served to this machine alone",
+    )
     page.add_argument("--no-browser", action="store_true", help="do not open the page in the browser")
     return parser
 
@@ -73,8 +80,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.host not in LOCAL:
                 _say(_exposure(options.host, options.port, auth is not None))
         engine = _engine(options) if _on_space() else ENGINE_THREAD.submit(_engine, options).result()
-        page = build(engine, study=options.study and not _on_space())
-        ENGINE_THREAD.submit(lambda: engine.pass_cost)  # measured while the page opens; a reply waits for it
+        page = build(
+            engine,
+            study=options.study and not _on_space(),
+            memory=_remembers(options),
+            loading=_loading(options) if options.host in LOCAL and not _on_space() else None,
+        )
+        ENGINE_THREAD.submit(getattr, engine, "pass_cost")  # measured while the page opens; a reply waits for it
+        del engine  # the page may exchange it for another
         gc.freeze()
         gc.enable()
         _say(f"ready at http://{options.host}:{options.port} (Ctrl+C ends it)")
@@ -87,19 +100,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _engine(options: argparse.Namespace) -> SpeculativeEngine:
     leave_a_core()
-    engine = SpeculativeEngine(
-        options.model,
-        device=options.device,
-        dtype=options.dtype,
-        trust_remote_code=options.trust_remote_code,
-        progress=_progress(),
-    )
-    if engine.tokenizer.chat_template is None:
-        raise StartError(
-            f"{engine.name} has no chat template, so it cannot chat: choose a model made for chat with --model "
-            "(its name often ends in Instruct or Chat)."
-        )
-    return engine
+    return chat_engine(options.model, progress=_progress(), **_loading(options))
+
+
+def _loading(options: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in ("device", "dtype", "trust_remote_code")}
+
+
+def _remembers(options: argparse.Namespace) -> bool:
+    """Whether the page may remember across chats: not by itself where several people share it, and never on a Space."""
+    alone = options.host in LOCAL
+    return not _on_space() and (alone if options.memory is None else bool(options.memory))
 
 
 def _serving(options: argparse.Namespace) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from typing import Any
 
@@ -106,7 +106,7 @@ class SpeculativeEngine:
         self._progress: Progress = loading.get("progress") or (lambda *_: None)
         self.memory = memory
         self.vocabulary = load_vocabulary(self.model)
-        self._speculator = speculator or self.speculator
+        self._speculator = speculator
 
     @cached_property
     def pass_cost(self) -> PassCost:
@@ -114,13 +114,16 @@ class SpeculativeEngine:
         return self.target.measure_cost(progress=self._progress)
 
     def speculator(self, memory: Memory | None = None) -> HybridSpeculator:
-        """A new speculator for one conversation; without a ``memory`` of its own it takes the engine's."""
-        memory = self.memory if memory is None else memory
+        """A new speculator for one conversation, with or without a ``memory``."""
         return HybridSpeculator(vocab_size=self.target.vocab_size, memory=memory, vocabulary=self.vocabulary)
 
-    def conversation(self) -> Conversation:
-        """A new, empty conversation; pass it to every turn of one chat to reuse the K/V of what the turns share."""
-        return Conversation(self.target.new_cache(), self._speculator())
+    def conversation(self, *, remember: bool = True) -> Conversation:
+        """A new, empty conversation; pass it to every turn of one chat to reuse the K/V of what the turns share.
+
+        Without ``remember`` it neither knows nor changes the engine's memory.
+        """
+        make = self._speculator or partial(self.speculator, self.memory if remember else None)
+        return Conversation(self.target.new_cache(), make())
 
     def study(self, progress: Callable[[str, float], bool], rounds: int = ROUNDS) -> None:
         """Complete what the speculator knows of the model itself, once per model; see `specdec.study`."""

@@ -76,7 +76,7 @@ def load(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """Load `model`: a hub id, a local folder, a `.gguf` file, or None for the default.
+    """Load `model`: a hub id, a local folder, a `.gguf` file, the embedded model's name, or None for the default.
 
     The default is Qwen2.5-1.5B-Instruct on CUDA with the hub in reach, otherwise the embedded model. The latter's
     weights are de-quantised (Q4_1) and kept in bfloat16, so in float32 it computes in float32 on bfloat16 weights.
@@ -93,12 +93,12 @@ def load(
 
 
 def _find(model: str | None, device: torch.device, report: Progress) -> _Source:
-    if model is None:
-        if device.type == "cuda":
-            with contextlib.suppress(LoadError):
-                source = _on_hub(_CUDA_DEFAULT)
-                if not source.cached_only:
-                    return source
+    if model is None and device.type == "cuda":
+        with contextlib.suppress(LoadError):
+            source = _on_hub(_CUDA_DEFAULT)
+            if not source.cached_only:
+                return source
+    if model in (None, EMBEDDED_NAME):
         return _Source(str(embedded_folder(_convert, report)), EMBEDDED_NAME)
     path = Path(model).expanduser()
     if path.is_dir():

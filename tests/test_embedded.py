@@ -9,6 +9,7 @@ import torch
 
 from specdec.benchmark.questions import load_questions
 from specdec.engine import SpeculativeEngine
+from specdec.speculators.memory import Memory
 from specdec.stats import Stats
 
 PROMPTS = [question.turns[0] for question in load_questions(limit=12)]
@@ -57,3 +58,24 @@ def test_a_copy_heavy_prompt_gains_at_least_half_again_in_wall_clock() -> None:
                 folded.add(step)
     assert stats["tree"].tokens_per_pass >= 3
     assert stats["tree"].tokens_per_second >= 1.5 * stats["plain"].tokens_per_second
+
+
+TOPICS = [
+    ("Explain how a bicycle gear works.", "Why does a bicycle have gears?"),
+    ("Write a short poem about the sea.", "Write another poem about the sea."),
+    ("What should I see in Paris in two days?", "Plan a weekend in Paris for me."),
+]
+
+
+def test_a_second_chat_on_the_same_topic_takes_fewer_passes_with_memory(engine: SpeculativeEngine) -> None:
+    def passes(question: str) -> int:
+        messages = [{"role": "user", "content": question}]
+        return sum(1 for _ in engine.stream(messages, do_sample=False, max_new_tokens=96, budget=16))
+
+    without = sum(passes(second) for _, second in TOPICS)
+    engine.memory = Memory()
+    for first, _ in TOPICS:
+        passes(first)
+    remembering = sum(passes(second) for _, second in TOPICS)
+    engine.memory = None
+    assert remembering < without

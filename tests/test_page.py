@@ -28,7 +28,15 @@ def url() -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "app.py", "--no-browser", "--port", str(port), *os.environ.get("SPECDEC_TEST_APP", "").split()]
+    command = [
+        sys.executable,
+        "app.py",
+        "--no-browser",
+        "--no-memory",
+        "--port",
+        str(port),
+        *os.environ.get("SPECDEC_TEST_APP", "").split(),
+    ]
     process = subprocess.Popen(command, cwd=Path(app.__file__).parent)
     address = f"http://127.0.0.1:{port}"
     try:

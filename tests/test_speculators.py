@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from specdec.speculators import Proposal, Speculator, TopK
 from specdec.speculators.evidence import empty_evidence, tally_text
 from specdec.speculators.hybrid import HybridSpeculator
-from specdec.speculators.memory import Memory
+from specdec.speculators.memory import Memory, Remembered
 from specdec.speculators.ngram import NGramSpeculator
 from specdec.speculators.vocabulary import ChatFrame, Vocabulary
 from specdec.tree import TokenTree
@@ -229,6 +229,14 @@ class TestLearning:
             assert (4 in speculator.propose(8).tree.token_ids) is expected
             advance(speculator, 8, [4, 5, 6])
 
+    def test_a_memory_of_nothing_but_this_conversation_changes_no_proposal(self) -> None:
+        speculators = [HybridSpeculator(vocab_size=VOCAB, memory=memory) for memory in (None, Memory(megabytes=1))]
+        text = np.random.default_rng(0).integers(0, VOCAB, 200).tolist()
+        for speculator in speculators:
+            speculator.begin(text[:100], view(99, 1), 0)
+            advance(speculator, 8, text[100:], seed=3)
+        assert same(*(speculator.propose(24) for speculator in speculators))
+
 
 class TestMemory:
     def test_round_trip(self, tmp_path: Path) -> None:
@@ -236,16 +244,20 @@ class TestMemory:
         speculator = HybridSpeculator(vocab_size=VOCAB, memory=memory, learning_rate=0.01)
         speculator.begin(list(np.random.default_rng(0).integers(0, VOCAB, 300)), view(299, 1), 0)
         advance(speculator, 8, [1, 2, 3, 4] * 3)
+        for number in range(Memory.REPLIES + 5):
+            memory.note(Remembered(1, number, 3))
         memory.save(tmp_path / "sub" / "memory.npz")
         loaded.load(tmp_path / "sub" / "memory.npz")
         assert len(loaded) == len(memory) > 0
+        assert loaded.replies == memory.replies
+        assert [reply.tokens for reply in loaded.replies] == list(range(5, Memory.REPLIES + 5))
         proposals = []
         for store in (memory, loaded):
             reader = HybridSpeculator(vocab_size=VOCAB, memory=store)
             reader.begin([1, 2, 3], None, 0)
             proposals.append(reader.propose(24))
             store.wipe()
-            assert len(store) == 0
+            assert (len(store), store.replies) == (0, [])
         assert same(*proposals)
 
     def test_a_damaged_file_is_named(self, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import closing
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import gradio as gr
@@ -20,6 +20,7 @@ from ui.audits import GOOD, PREFIX, check
 from ui.chats import Chat, Message, Tabs, Writing, read_messages
 from ui.compare import Comparisons
 from ui.inert import inert, original
+from ui.keeper import MemoryKeeper
 from ui.panel import PanelFeed
 from ui.replies import Replies
 from ui.settings import Settings
@@ -35,17 +36,31 @@ Frame = tuple[Any, Any, Any, Any, Any]
 
 
 class ChatHandlers:
-    """Event handlers over one engine; each takes the page's setting fields last, in the order of `Settings.read`."""
+    """Event handlers over one engine; each takes the page's setting fields last, in the order of `Settings.read`.
 
-    def __init__(self, engine: SpeculativeEngine) -> None:
-        self.engine = engine
+    With ``memory`` the engine remembers across chats, once `keeper` is started.
+    """
+
+    def __init__(self, engine: SpeculativeEngine, memory: bool = False) -> None:
         self.tabs = Tabs()
         self.replies = Replies(engine)
         self.comparisons = Comparisons(self.replies)
-        self.model_facts = {
-            "name": engine.name,
-            "dtype": str(engine.model.dtype).removeprefix("torch."),
-            "device": str(engine.target.device),
+        self.keeper = MemoryKeeper(self.replies, self.tabs) if memory else None
+        if self.keeper is not None:
+            self.replies.noted = self.keeper.note
+
+    @property
+    def engine(self) -> SpeculativeEngine:
+        """The engine in use; `ui.models` may exchange it."""
+        return self.replies.engine
+
+    @property
+    def model_facts(self) -> dict[str, str]:
+        """The model in use, for display."""
+        return {
+            "name": self.engine.name,
+            "dtype": str(self.engine.model.dtype).removeprefix("torch."),
+            "device": str(self.engine.target.device),
         }
 
     def send(self, text: str, request: gr.Request, *settings: Any) -> Iterator[Frame]:
@@ -145,7 +160,7 @@ class ChatHandlers:
             self.model_facts,
             settings.facts(),
             chat.prompt(settings.system_prompt),
-            partial(token_texts, self.engine.tokenizer),
+            lambda token_ids: token_texts(self.engine.tokenizer, token_ids),
         )
         yield self._frame(chat, box=box or _box(busy=True), panel=feed.start(), shelf=_shelf(chat))
         with closing(self.replies.write(chat, writing, settings, details=True)) as batches:
@@ -175,6 +190,7 @@ class ChatHandlers:
         return (
             f'<div role="meter" aria-label="context used" aria-valuemin="0" aria-valuemax="{limit}" aria-valuenow="{used}">'
             f'<span class="track"><span style="width:{share:.1f}%"></span></span>context {used:,} of {limit:,}</div>'
+            + (f'<div class="worth">{line}</div>' if self.keeper is not None and (line := self.keeper.line(chat)) else "")
         )
 
 

@@ -180,6 +180,12 @@ class Tabs:
         with self._lock:
             self._leave(tab)
 
+    def cool(self) -> None:
+        """Every chat gives up the engine's side of it: its K/V, to be read again when it goes on, and what could be audited."""
+        with self._lock:
+            for chat in self._chats.values():
+                chat.conversation = chat.finished = None
+
     def shows(self, tab: str, chat: Chat) -> bool:
         """Whether the tab is there and shows this chat."""
         return self._chats.get(tab) is chat

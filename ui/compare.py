@@ -88,23 +88,23 @@ class Comparisons:
             stop.set()
 
     def _recorder(self, text: str, decoding: str, settings: Settings) -> Recorder:
-        engine = self._replies.engine
         facts = {**settings.facts(), "decoding": decoding}
         prompt = [{"role": "user", "content": text}]
-        return Recorder({"name": engine.name}, facts, prompt, partial(token_texts, engine.tokenizer))
+        name = {"name": self._replies.engine.name}
+        return Recorder(name, facts, prompt, lambda token_ids: token_texts(self._replies.engine.tokenizer, token_ids))
 
     def _race(
         self, text: str, lanes: list[Lane], settings: Settings, stop: threading.Event, put: Callable[[Any], None]
     ) -> None:
         """Decode lane after lane (in the engine's thread); puts the lane at each of its steps, and last the agreement."""
-        engine = self._replies.engine
         messages = [{"role": "system", "content": settings.system_prompt}] if settings.system_prompt else []
 
         def work() -> None:
+            engine = self._replies.engine
             prompt = fit(engine, [*messages, {"role": "user", "content": text}], settings.max_tokens)
             for lane in lanes:
                 chosen = replace(settings, decoding=lane.decoding)
-                for step in decode(engine, engine.conversation(), prompt, chosen, stop.is_set, details=True):
+                for step in decode(engine, engine.conversation(remember=False), prompt, chosen, stop.is_set, details=True):
                     lane.recorder.add(step)
                     put(lane)
             if not stop.is_set():

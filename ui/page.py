@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -12,6 +13,8 @@ from gradio.events import api
 from specdec.engine import SpeculativeEngine
 from ui.chat import ChatHandlers
 from ui.look import FAVICON, TITLE
+from ui.memory import MemorySection
+from ui.models import Models, ModelSection
 from ui.panel import live_panel
 from ui.prompts import EXAMPLES
 from ui.race import CompareTab
@@ -43,26 +46,42 @@ class _ChatParts:
     settings: list[Any]
 
 
-def build(engine: SpeculativeEngine, study: bool = False) -> gr.Blocks:
-    """The whole page around one engine; with ``study`` it learns about its model while nobody waits for a reply."""
-    handlers = ChatHandlers(engine)
+def build(
+    engine: SpeculativeEngine, study: bool = False, memory: bool = False, loading: Mapping[str, Any] | None = None
+) -> gr.Blocks:
+    """The whole page around one engine; with ``study`` it learns about its model while nobody waits for a reply.
+
+    For a page that one person uses: with ``memory`` it remembers across chats, and has a switch for that; with ``loading``
+    (arguments of `specdec.loading.load`) another model can be chosen.
+    """
+    handlers = ChatHandlers(engine, memory)
+    if handlers.keeper is not None:
+        handlers.keeper.start()
     if study:
-        study_when_idle(engine, handlers.replies.turns)
+        study_when_idle(handlers.replies)
     with gr.Blocks(title=TITLE, analytics_enabled=False, fill_width=True) as demo:
         with gr.Sidebar(open=False, width=290, elem_id="chats"):
             new = gr.Button("New chat", elem_id="new-chat", size="sm")
             saved = shelf()
-        gr.HTML(_header(handlers.model_facts), elem_id="top")
+        header = gr.HTML(_header(handlers.model_facts), elem_id="top")
         with gr.Tabs(elem_id="tabs"):
             with gr.Tab("Chat"), gr.Row(elem_id="columns"):
                 with gr.Column(elem_id="chat-column", min_width=0):
-                    parts = _chat_column()
+                    parts = _chat_column(handlers, header, loading)
                 with gr.Column(elem_id="panel-column", min_width=0):
                     panel = live_panel()
             with gr.Tab("Compare"):
                 CompareTab(handlers.comparisons)
         _wire(handlers, parts, panel, saved, new)
         demo.unload(handlers.leave)
+        if loading is not None:  # the model may have been changed since the page was built
+            demo.load(
+                lambda: _header(handlers.model_facts),
+                outputs=header,
+                show_progress="hidden",
+                api_visibility="private",
+                queue=False,
+            )
         api(handlers.api, api_name="chat", concurrency_limit=None)
     _calm(demo)
     return demo  # type: ignore[no-any-return]
@@ -88,7 +107,7 @@ def _header(model: dict[str, str]) -> str:
     )
 
 
-def _chat_column() -> _ChatParts:
+def _chat_column(handlers: ChatHandlers, header: gr.HTML, loading: Mapping[str, Any] | None) -> _ChatParts:
     chatbot = gr.Chatbot(
         elem_id="chatbot",
         show_label=False,
@@ -120,8 +139,16 @@ def _chat_column() -> _ChatParts:
     with gr.Row(elem_id="below-box"):
         meter = gr.HTML(elem_id="meter")
         audit = gr.Button("Audit the reply", size="sm", elem_id="audit")
-    with gr.Accordion("Settings", open=False, elem_id="settings"):
-        settings = _setting_fields()
+    with gr.Accordion("Settings", open=False, elem_id="settings"), gr.Tabs(elem_id="settings-tabs"):
+        with gr.Tab("Reply"):
+            settings = _setting_fields()
+        if handlers.keeper is not None:
+            with gr.Tab("Memory") as tab:
+                MemorySection(handlers.keeper, handlers.replies.turns, tab)
+        if loading is not None:
+            with gr.Tab("Model"):
+                models = Models(handlers.replies, handlers.tabs, handlers.keeper, loading)
+                ModelSection(models, handlers.replies, header, lambda: _header(handlers.model_facts))
     return _ChatParts(chatbot, examples, box, meter, audit, settings)
 
 

@@ -69,6 +69,8 @@ class Replies:
     def __init__(self, engine: SpeculativeEngine) -> None:
         self.engine = engine
         self.turns = Turns()
+        self.noted: Callable[[Chat, Settings, Stats], None] = lambda chat, settings, stats: None
+        """Hears the figures of every reply."""
 
     def write(self, chat: Chat, writing: Writing, settings: Settings, details: bool) -> Generator[list[Step], None, None]:
         """Let the reply that `Chat.ask` began grow.
@@ -107,6 +109,7 @@ class Replies:
             reply.notices.append(explain(error))
         finally:
             stop.set()
+            self.noted(chat, settings, stats)
             if reply.state == "writing":
                 reply.state = "stopped"
             reason = "cancelled" if step is None or step.finish_reason is None else step.finish_reason

@@ -6,8 +6,8 @@ import logging
 import threading
 import time
 
-from specdec.engine import SpeculativeEngine
 from specdec.study import ROUNDS
+from ui.replies import Replies
 from ui.turns import ENGINE_THREAD, Turns
 
 log = logging.getLogger(__name__)
@@ -18,24 +18,30 @@ SLOWEST = 0.2
 """Seconds of a plain pass beyond which a study would take hours; such a model is left alone."""
 
 
-def study_when_idle(engine: SpeculativeEngine, turns: Turns) -> None:
-    """Study in the background until all is known; a reply interrupts it, the next pause goes on."""
-    if engine.pass_cost.plain <= SLOWEST:
-        threading.Thread(target=_study, args=(engine, turns), daemon=True, name="study").start()
+def study_when_idle(replies: Replies) -> None:
+    """Study whatever model ``replies`` has, in the background; a reply interrupts it, the next pause goes on."""
+    threading.Thread(target=_study, args=(replies,), daemon=True, name="study").start()
 
 
-def _study(engine: SpeculativeEngine, turns: Turns) -> None:
-    vocabulary = engine.vocabulary
+def _study(replies: Replies) -> None:
     try:
-        while vocabulary.adjacent < engine.target.vocab_size or vocabulary.rounds < ROUNDS:
-            quiet_since = time.monotonic()
-            while time.monotonic() - quiet_since < QUIET:
-                time.sleep(0.5)
-                if not turns.idle:
-                    quiet_since = time.monotonic()
-            before = vocabulary.adjacent, vocabulary.rounds
-            ENGINE_THREAD.submit(engine.study, lambda what, share: turns.idle).result()
-            if turns.idle and before == (vocabulary.adjacent, vocabulary.rounds):
-                return  # nothing more to learn: a model without a chat template writes no conversations
+        while True:
+            _wait_for_quiet(replies.turns)
+            ENGINE_THREAD.submit(_go_on, replies).result()
     except Exception:
         log.exception("the study of the model's vocabulary failed; the chat works without it")
+
+
+def _wait_for_quiet(turns: Turns) -> None:
+    quiet_since = time.monotonic()
+    while time.monotonic() - quiet_since < QUIET:
+        time.sleep(0.5)
+        if not turns.idle:
+            quiet_since = time.monotonic()
+
+
+def _go_on(replies: Replies) -> None:
+    engine, vocabulary = replies.engine, replies.engine.vocabulary
+    complete = vocabulary.adjacent >= engine.target.vocab_size and vocabulary.rounds >= ROUNDS
+    if engine.pass_cost.plain <= SLOWEST and not complete:
+        engine.study(lambda what, share: replies.turns.idle)

@@ -147,6 +147,8 @@ def add_opinion(opinions: Opinions, expert: int, token: int, share: np.float32, 
 def gather(opinions: Opinions, sources: Sources, suffix: NDArray[np.int64], length: int, depth: int) -> int:
     """Ask every expert what follows ``suffix`` [length], most recent token first, for a child ``depth`` below the root.
 
+    The memory is written while the conversation goes on: where it has met a key no more often than the conversation itself,
+    it would only repeat what the conversation's own tables say, and is not asked.
     Returns the length of the longest match in the conversation's own text.
     """
     opinions.stamp[0] += 1
@@ -158,6 +160,7 @@ def gather(opinions: Opinions, sources: Sources, suffix: NDArray[np.int64], leng
     for order in range(1, length + 1):
         keys[order] = extend_key(keys[order - 1], suffix[order - 1])
     entries = np.empty(ORDER_TABLE.shape[1], np.int64)
+    met_here = np.zeros((2, LONGEST + 1), np.float32)  # by CONTEXT and RECYCLED
     longest_match = 0
     for family in range(FAMILIES):
         evidence = sources.tables[family]
@@ -177,6 +180,11 @@ def gather(opinions: Opinions, sources: Sources, suffix: NDArray[np.int64], leng
             longest_match = ORDER_TABLE[family, known - 1]
         for i in range(known - 1, -1, -1):
             entry = entries[i]
+            order = ORDER_TABLE[family, i]
+            if family in (CONTEXT, RECYCLED):
+                met_here[family, order] = evidence.seen[entry]
+            elif family != VOCABULARY and evidence.seen[entry] <= met_here[family - MEMORY_TEXT, order]:
+                continue
             opinions.seen[first + i] = evidence.seen[entry]
             for slot in range(SLOTS):
                 token = evidence.tokens[entry, slot]

@@ -1,0 +1,249 @@
+"""The memory across chats, as the page keeps it: what it is worth, and that it stays, stays off, and goes, as the user says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import launch_browser, served
+from playwright.sync_api import Page, expect, sync_playwright
+from test_chat import QUESTION, SECOND, send, texts, wait_for
+from toys import ARCHITECTURES, tiny_model, tokenizer
+
+import app
+from specdec.engine import SpeculativeEngine
+from ui import keeper as keeper_module
+from ui.chat import ChatHandlers
+from ui.keeper import MemoryKeeper, count
+from ui.memory import _taken_in
+from ui.page import build
+from ui.settings import Settings
+from ui.turns import ENGINE_THREAD
+
+VALUES = ("tree", "16", 0, 1, 0, 60, "")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
+
+
+def engine(seed: int = 0) -> SpeculativeEngine:
+    return SpeculativeEngine(tiny_model(ARCHITECTURES["llama"], seed), tokenizer())
+
+
+def page_with_memory(seed: int = 0) -> tuple[ChatHandlers, MemoryKeeper]:
+    handlers = ChatHandlers(engine(seed), memory=True)
+    assert handlers.keeper is not None
+    handlers.keeper.open()
+    return handlers, handlers.keeper
+
+
+def passes(handlers: ChatHandlers, name: str, text: str = QUESTION) -> int:
+    """Target passes that the reply to ``text`` took in the tab ``name``."""
+    counted: list[int] = []
+    noted = handlers.replies.noted
+
+    def count_passes(chat: Any, settings: Any, stats: Any) -> None:
+        counted.append(stats.passes)
+        noted(chat, settings, stats)
+
+    handlers.replies.noted = count_passes
+    send(handlers, text, name, VALUES)
+    handlers.replies.noted = noted
+    return counted[0]
+
+
+def test_a_second_chat_on_the_same_topic_takes_fewer_passes_with_memory_and_says_the_same() -> None:
+    without, (remembering, _) = ChatHandlers(engine()), page_with_memory()
+    taken = {name: [passes(handlers, tab) for tab in "ab"] for name, handlers in (("off", without), ("on", remembering))}
+    assert taken["off"][0] == taken["off"][1] == taken["on"][0], "a memory of nothing changes nothing"
+    assert taken["on"][1] < 0.7 * taken["off"][1]
+    assert texts(without.tabs.chat("b")) == texts(remembering.tabs.chat("b"))
+
+
+def test_what_was_learnt_is_there_after_a_restart_and_for_this_model_only() -> None:
+    handlers, keeper = page_with_memory()
+    first = passes(handlers, "a")
+    keeper.save()
+    assert keeper.path is not None
+    assert keeper.path.exists()
+    restarted, _ = page_with_memory()
+    assert passes(restarted, "b") < first
+    _, other_keeper = page_with_memory(seed=1)
+    assert other_keeper.path != keeper.path
+    assert other_keeper.memory is not None
+    assert len(other_keeper.memory) == 0
+
+
+def test_nothing_new_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers, keeper = page_with_memory()
+    passes(handlers, "a")
+    keeper.save()
+    assert keeper.path is not None
+    keeper.path.unlink()
+    keeper.save()
+    assert not keeper.path.exists()
+
+
+def test_it_is_saved_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_exit: list[Any] = []
+    monkeypatch.setattr(keeper_module.atexit, "register", at_exit.append)
+    monkeypatch.setattr(keeper_module, "GLANCE", 1000)
+    handlers = ChatHandlers(engine(), memory=True)
+    keeper = handlers.keeper
+    assert keeper is not None
+    keeper.start()
+    wait_for(lambda: keeper.memory is not None)
+    passes(handlers, "a")
+    assert keeper.path is not None
+    assert not keeper.path.exists()
+    for work in at_exit:
+        work()
+    assert keeper.path.exists()
+
+
+def test_off_means_off_for_chats_that_go_on_too_and_at_the_next_start() -> None:
+    handlers, keeper = page_with_memory()
+    passes(handlers, "a")
+    memory = keeper.memory
+    assert memory is not None
+    keeper.switch(False)
+    known, clock = len(memory), memory.clock
+    passes(handlers, "a", SECOND)
+    passes(handlers, "b")
+    assert (len(memory), memory.clock) == (known, clock)
+    _, kept_off = page_with_memory()
+    assert (kept_off.on, kept_off.memory) == (False, None)
+    kept_off.switch(True)
+    assert kept_off.memory is not None
+    assert len(kept_off.memory) == known, "what was remembered before comes back"
+
+
+def test_wipe_empties_the_memory_and_deletes_its_file() -> None:
+    handlers, keeper = page_with_memory()
+    first = passes(handlers, "a")
+    keeper.save()
+    keeper.wipe()
+    assert keeper.memory is not None
+    assert keeper.path is not None
+    assert (len(keeper.memory), keeper.memory.replies, keeper.path.exists()) == (0, [], False)
+    keeper.save()
+    assert not keeper.path.exists()
+    assert passes(handlers, "b") == first
+
+
+def test_a_damaged_file_is_a_warning_and_an_empty_memory(caplog: pytest.LogCaptureFixture) -> None:
+    _, keeper = page_with_memory()
+    assert keeper.path is not None
+    keeper.path.parent.mkdir(parents=True)
+    keeper.path.write_bytes(b"not a memory")
+    keeper.open()
+    assert keeper.memory is not None
+    assert len(keeper.memory) == 0
+    assert str(keeper.path) in caplog.text
+
+
+def test_a_comparison_neither_uses_nor_feeds_the_memory() -> None:
+    handlers, keeper = page_with_memory()
+    passes(handlers, "a")
+    assert keeper.memory is not None
+    clock = keeper.memory.clock
+    list(handlers.comparisons.run("a", QUESTION, ["linear", "tree"], Settings.read(*VALUES)))
+    assert keeper.memory.clock == clock
+
+
+def test_text_that_is_handed_over_is_read_and_anything_else_refused(tmp_path: Path) -> None:
+    _, keeper = page_with_memory()
+    (tmp_path / "notes.txt").write_text(QUESTION, encoding="utf-8")
+    (tmp_path / "photo.jpg").write_bytes(b"\xff\xd8\x00")
+    assert keeper.read(tmp_path / "notes.txt") == len(QUESTION)
+    with pytest.raises(ValueError, match=r"."):
+        keeper.read(tmp_path / "photo.jpg")
+    assert keeper.memory is not None
+    assert len(keeper.memory) > len(QUESTION)
+    keeper.switch(False)
+    with pytest.raises(ValueError, match="off"):
+        keeper.read(tmp_path / "notes.txt")
+
+
+def test_the_line_compares_this_chat_with_the_others() -> None:
+    handlers, keeper = page_with_memory()
+    passes(handlers, "a")
+    assert keeper.line(handlers.tabs.chat("a")) == ""
+    passes(handlers, "b")
+    line = keeper.line(handlers.tabs.chat("b"))
+    here, others = map(float, re.findall(r"\d\.\d", line))
+    assert here > others
+    assert line in handlers._meter(handlers.tabs.chat("b"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remembers"),
+    [
+        ([], True),
+        (["--no-memory"], False),
+        (["--host", "0.0.0.0"], False),
+        (["--host", "0.0.0.0", "--memory"], True),
+    ],
+)
+def test_where_several_people_share_the_page_nothing_is_remembered_unasked(arguments: list[str], remembers: bool) -> None:
+    assert app._remembers(app.parser().parse_args(arguments)) is remembers
+
+
+def test_a_space_never_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPACE_ID", "someone/space")
+    assert app._remembers(app.parser().parse_args(["--memory"])) is False
+
+
+def test_counts_read_well() -> None:
+    assert [count(1, "reply"), count(1200, "reply"), count(2, "file")] == ["1 reply", "1,200 replies", "2 files"]
+    assert _taken_in(10, 1, ["a.png", "b", "c", "d"], True).endswith("a.png, b, c and 1 more.")
+
+
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
+    monkeypatch.setattr(keeper_module, "GLANCE", 0.1)
+    with served(build(engine(), memory=True)) as url, sync_playwright() as playwright:
+        browser = launch_browser(playwright)
+        page = browser.new_page()
+        page.set_default_timeout(15_000)
+        page.goto(url)
+        yield page
+        browser.close()
+
+
+def test_the_section_switches_reads_shows_and_wipes(page: Page, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("the cat sat on the mat " * 20, encoding="utf-8")
+    page.locator("#settings button").first.click()
+    page.get_by_role("tab", name="Memory").click()
+    summary, line = page.locator("#memory-summary"), page.locator("#memory-line")
+    expect(summary).to_contain_text("contexts known")
+    with page.expect_file_chooser() as chooser:
+        page.get_by_role("button", name="Hand over files").click()
+    chooser.value.set_files(tmp_path / "notes.txt")
+    expect(line).to_contain_text(re.compile(r"Took in \d+ tokens from 1 file\."))
+    expect(summary).to_contain_text(re.compile(r"[1-9]\d* contexts known"))
+    page.wait_for_timeout(500)
+    files = list((tmp_path / "memory").glob("*.npz"))
+    assert len(files) == 1, "saved while idle"
+    page.locator("#memory-switch input").uncheck()
+    expect(summary).to_contain_text("Off")
+    page.reload()
+    page.locator("#settings button").first.click()
+    page.get_by_role("tab", name="Memory").click()
+    expect(page.locator("#memory-switch input")).not_to_be_checked()
+    page.locator("#memory-switch input").check()
+    expect(summary).to_contain_text(re.compile(r"[1-9]\d* contexts known"))
+    page.get_by_role("button", name="Wipe …").click()
+    page.get_by_role("button", name="Keep it").click()
+    expect(page.get_by_role("button", name="Wipe it")).to_be_hidden()
+    page.get_by_role("button", name="Wipe …").click()
+    page.get_by_role("button", name="Wipe it").click()
+    expect(line).to_contain_text("Wiped")
+    expect(summary).to_contain_text(re.compile(r"\b0 contexts known"))
+    ENGINE_THREAD.submit(lambda: None).result()
+    assert not files[0].exists()

@@ -1,0 +1,161 @@
+"""Another model for the chats that are there: loaded between two replies, or refused in one line with nothing changed."""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+import pytest
+from browser import launch_browser, served
+from playwright.sync_api import expect, sync_playwright
+from test_chat import QUESTION, SECOND, VALUES, next_text, send, tab, texts
+from toys import ARCHITECTURES, tiny_model, tokenizer
+
+from specdec.engine import SpeculativeEngine
+from ui.chat import ChatHandlers
+from ui.models import SUGGESTIONS, Models, ModelSection
+from ui.page import build
+from ui.settings import Settings
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """A model in a folder."""
+    folder = tmp_path / "other-model"
+    tiny_model(ARCHITECTURES["qwen2"], seed=3).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+LOADING = {"device": "cpu", "dtype": "float32"}
+
+
+def section() -> tuple[ChatHandlers, ModelSection]:
+    handlers = ChatHandlers(SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer()), memory=True)
+    assert handlers.keeper is not None
+    handlers.keeper.open()
+    with gr.Blocks():
+        models = Models(handlers.replies, handlers.tabs, handlers.keeper, LOADING)
+        return handlers, ModelSection(models, handlers.replies, gr.HTML(), lambda: handlers.model_facts["name"])
+
+
+def last_line(frames: Iterator[Any]) -> str:
+    *_, last = frames
+    return str(last[0])
+
+
+def reply(folder: Path, *turns: str) -> str:
+    """What the model in ``folder`` says to the last of ``turns`` (questions and replies)."""
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+    return SpeculativeEngine(str(folder), **LOADING).generate(messages, **Settings.read(*VALUES).arguments())
+
+
+def test_a_chat_goes_on_with_the_new_model_and_the_old_one_is_freed(other: Path) -> None:
+    handlers, models = section()
+    send(handlers, QUESTION)
+    old = weakref.ref(handlers.engine), weakref.ref(handlers.engine.memory)
+    assert "other-model is ready" in last_line(models.load(str(other)))
+    gc.collect()
+    assert [reference() for reference in old] == [None, None]
+    send(handlers, SECOND)
+    first, second = texts(handlers.tabs.chat("tab"))[1::2]
+    assert second == reply(other, QUESTION, first, SECOND)
+    assert handlers.model_facts["name"] == "other-model"
+
+
+def test_memory_follows_the_model(other: Path) -> None:
+    handlers, models = section()
+    keeper = handlers.keeper
+    assert keeper is not None
+    send(handlers, QUESTION)
+    assert keeper.memory is not None
+    path, known = keeper.path, len(keeper.memory)
+    list(models.load(str(other)))
+    assert keeper.path != path
+    assert len(keeper.memory) == 0
+    assert path is not None
+    assert path.exists(), "what the old model's chats taught is saved"
+    keeper.memory.load(path)
+    assert len(keeper.memory) == known
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "not a name!", "{tmp}"])
+def test_what_cannot_be_loaded_is_one_line_and_the_present_model_stays(name: str, tmp_path: Path) -> None:
+    handlers, models = section()
+    engine = handlers.engine
+    line = last_line(models.load(name.replace("{tmp}", str(tmp_path))))
+    assert "\n" not in line
+    assert "--model" not in line
+    assert f"Still {engine.name}." in line
+    assert handlers.engine is engine
+    send(handlers, QUESTION)
+    assert handlers.tabs.chat("tab").messages[1].state == "done"
+
+
+def test_a_model_that_cannot_chat_is_refused(other: Path) -> None:
+    (other / "chat_template.jinja").unlink()
+    handlers, models = section()
+    assert "chat template" in last_line(models.load(str(other)))
+    assert handlers.model_facts["name"] != "other-model"
+
+
+def test_loading_can_be_stopped(other: Path) -> None:
+    handlers, models = section()
+    frames = models.load(str(other))
+    next(frames)
+    models._stop.set()
+    assert "Stopped." in last_line(frames)
+    assert handlers.model_facts["name"] != "other-model"
+
+
+def test_a_reply_that_is_being_written_ends_under_its_own_model(other: Path) -> None:
+    handlers, models = section()
+    whole = SpeculativeEngine(handlers.engine.model, tokenizer()).generate(
+        [{"role": "user", "content": QUESTION}], **Settings.read(*VALUES).arguments()
+    )
+    frames = handlers.send(QUESTION, tab(), *VALUES)
+    next_text(handlers, frames)
+    changing = threading.Thread(target=lambda: list(models.load(str(other))))
+    changing.start()
+    list(frames)
+    changing.join()
+    assert texts(handlers.tabs.chat("tab"))[1] == whole
+    assert handlers.model_facts["name"] == "other-model"
+
+
+def test_what_was_loaded_last_is_offered_first(other: Path) -> None:
+    _, models = section()
+    list(models.load(str(other)))
+    assert models._models.names() == [str(other), *SUGGESTIONS]
+
+
+def test_the_section_loads_and_says_what_went_wrong(other: Path) -> None:
+    engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer())
+    with served(build(engine, loading=LOADING)) as url, sync_playwright() as playwright:
+        browser = launch_browser(playwright)
+        page = browser.new_page()
+        page.set_default_timeout(15_000)
+        page.goto(url)
+        page.locator("#settings button").first.click()
+        page.get_by_role("tab", name="Model").click()
+        name, load = page.locator("#model-name input"), page.get_by_role("button", name="Load", exact=True)
+        name.fill("/no/such/folder")
+        load.click()
+        expect(page.locator("#model-line")).to_contain_text(re.compile("does not exist.*Still"))
+        name.fill(str(other))
+        load.click()
+        expect(page.locator("#model-line")).to_contain_text("other-model is ready")
+        expect(page.locator("#top")).to_contain_text("other-model")
+        expect(load).to_be_enabled()
+        browser.close()

@@ -1,0 +1,159 @@
+"""The keeper of the memory across chats: turns it on and off, loads it, saves it while nobody waits, wipes it.
+
+All this happens in the engine's thread, between two replies. The memory is one file for each model; a switch that was turned
+off stays off at the next start.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from specdec.folders import cache_folder, model_file
+from specdec.speculators.memory import Memory, Remembered
+from specdec.stats import Stats
+from ui.chats import Chat, Tabs
+from ui.replies import Replies
+from ui.settings import Settings
+from ui.turns import ENGINE_THREAD
+
+log = logging.getLogger(__name__)
+
+GLANCE = 2.0
+"""Seconds between two looks at whether there is something to save and nobody who would wait for it."""
+
+
+class MemoryKeeper:
+    """Keeps the memory of whatever engine ``replies`` has. Nothing is read before `open`."""
+
+    def __init__(self, replies: Replies, tabs: Tabs) -> None:
+        self.path: Path | None = None
+        """The file of the present model's memory, once `open` was called."""
+        self._replies = replies
+        self._tabs = tabs
+        self._saved = 0
+        self._figures = threading.Lock()  # they are noted outside the engine's thread
+
+    @property
+    def memory(self) -> Memory | None:
+        """The memory in use; None while it is off."""
+        return self._replies.engine.memory
+
+    @property
+    def on(self) -> bool:
+        """Whether it is switched on."""
+        return not self._off.exists()
+
+    @property
+    def _off(self) -> Path:
+        return cache_folder() / "memory" / "off"
+
+    def start(self) -> None:
+        """Load it without waiting for that; from then on save it whenever the engine is idle, and at exit."""
+        atexit.register(self.save)  # runs when the engine's thread has ended
+        threading.Thread(target=self._save_when_idle, daemon=True, name="memory").start()
+
+    def open(self) -> None:
+        """Give the engine the memory of its model, unless it is switched off; a damaged file is a warning."""
+        self.path = model_file("memory", self._replies.engine.model)
+        if not self.on:
+            return
+        memory = Memory()
+        try:
+            memory.load(self.path)
+        except FileNotFoundError:
+            pass
+        except (ValueError, OSError) as error:
+            log.warning("%s", error)
+        self._saved = memory.clock
+        self._replies.engine.memory = memory
+        self._tabs.cool()
+
+    def close(self) -> None:
+        """Save, and take the memory from the engine."""
+        self.save()
+        self._replies.engine.memory = None
+        self._tabs.cool()
+
+    def save(self) -> None:
+        """Write to the disk, if there is anything new."""
+        memory = self.memory
+        if memory is None or self.path is None or memory.clock == self._saved:
+            return
+        self._saved = memory.clock  # a full disk is complained of once, and again when there is more to write
+        try:
+            memory.save(self.path)
+        except OSError as error:
+            log.warning("the memory cannot be saved: %s", error)
+
+    def switch(self, on: bool) -> None:
+        """Turn it on or off, for later starts, too. While it is off nothing is looked up, learnt or saved."""
+        if on:
+            self._off.unlink(missing_ok=True)
+            self.open()
+        else:
+            self.close()
+            self._off.parent.mkdir(parents=True, exist_ok=True)
+            self._off.touch()
+
+    def wipe(self) -> None:
+        """Forget all about chats with this model: empty the memory, delete its file. Raises OSError if that cannot be."""
+        if self.memory is not None:
+            with self._figures:
+                self.memory.wipe()
+            self._saved = self.memory.clock
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+    def read(self, file: Path) -> int:
+        """Take in the text in ``file``; its number of tokens. Raises ValueError if it is not text or the memory is off."""
+        if self.memory is None:
+            raise ValueError("the memory is off")
+        text = file.read_bytes().decode("utf-8")
+        if "\0" in text:
+            raise ValueError("not text")
+        token_ids = self._replies.engine.tokenizer.encode(text, add_special_tokens=False)
+        self.memory.read(token_ids)
+        return len(token_ids)
+
+    def note(self, chat: Chat, settings: Settings, stats: Stats) -> None:
+        """Keep the figures of a reply, if a tree with the memory behind it wrote it."""
+        with self._figures:
+            if self.memory is not None and settings.decoding == "tree" and stats.passes:
+                self.memory.note(Remembered(_number(chat), stats.tokens, stats.passes))
+
+    def line(self, chat: Chat) -> str:
+        """Tokens per pass in this chat and in the others; empty while there is nothing to compare."""
+        replies = [] if self.memory is None else self.memory.replies
+        here = [reply for reply in replies if reply.chat == _number(chat)]
+        before = [reply for reply in replies if reply.chat != _number(chat)]
+        if not here or not before:
+            return ""
+        return f"tokens/pass {rate(here):.1f} here, {rate(before):.1f} in other chats"
+
+    def _save_when_idle(self) -> None:
+        ENGINE_THREAD.submit(self.open).result()
+        while True:
+            time.sleep(GLANCE)
+            if self._replies.turns.idle:
+                ENGINE_THREAD.submit(self.save).result()
+
+
+def rate(replies: Sequence[Remembered]) -> float:
+    """Tokens per pass over several replies."""
+    return sum(reply.tokens for reply in replies) / sum(reply.passes for reply in replies)
+
+
+def count(number: int, what: str) -> str:
+    """``number`` with its noun."""
+    plural = "" if number == 1 else "ies" if what.endswith("y") else "s"
+    return f"{number:,} {what.removesuffix('y') if plural == 'ies' else what}{plural}"
+
+
+def _number(chat: Chat) -> int:
+    return zlib.crc32(chat.id.encode())

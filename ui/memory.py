@@ -1,0 +1,141 @@
+"""The Memory section of the settings: one switch, what is remembered and what it is worth, files to hand over, and Wipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from html import escape
+from pathlib import Path
+from typing import Any, TypeVar
+
+import gradio as gr
+
+from specdec.speculators.memory import Remembered
+from ui.keeper import MemoryKeeper, count, rate
+from ui.turns import Turns
+
+T = TypeVar("T")
+
+SPAN = 10
+"""How many replies, first and latest, the summary compares."""
+BARS = 24
+_PRIVACY = (
+    "What is said in chats and in texts you hand over, kept as token ids and hashes in one file on this machine and sent "
+    "nowhere. Whoever has that file could find out what was said. Switched off, nothing is looked up, learnt or saved."
+)
+
+
+class MemorySection:
+    """Builds the section's components inside the surrounding block and wires them."""
+
+    def __init__(self, keeper: MemoryKeeper, turns: Turns, tab: gr.Tab) -> None:
+        self._keeper = keeper
+        self._turns = turns
+        switch = gr.Checkbox(keeper.on, label="Remember across chats", info=_PRIVACY, elem_id="memory-switch")
+        summary = gr.HTML("", elem_id="memory-summary")
+        with gr.Row(elem_id="memory-buttons"):
+            files = gr.UploadButton("Hand over files", file_count="multiple", size="sm", elem_id="memory-files")
+            folder = gr.UploadButton("Hand over a folder", file_count="directory", size="sm", elem_id="memory-folder")
+            wipe = gr.Button("Wipe …", size="sm", elem_id="memory-wipe")
+        with gr.Row(visible=False, elem_id="memory-confirm") as confirm:
+            gr.HTML("Forget everything about chats with this model? This cannot be undone.")
+            wipe_now = gr.Button("Wipe it", size="sm", variant="stop", elem_id="memory-wipe-now")
+            keep = gr.Button("Keep it", size="sm", elem_id="memory-keep")
+        line = gr.HTML("", elem_id="memory-line")
+
+        quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+        tab.select(lambda: (keeper.on, self.summary()), outputs=[switch, summary], queue=False, **quiet)
+        switch.input(self.switch, switch, [summary, line], concurrency_limit=None, **quiet)
+        for button in (files, folder):
+            button.upload(self.read, button, [summary, line], concurrency_limit=None, **quiet)
+        wipe.click(lambda: gr.update(visible=True), outputs=confirm, queue=False, **quiet)
+        gr.on([keep.click, wipe_now.click], lambda: gr.update(visible=False), outputs=confirm, queue=False, **quiet)
+        wipe_now.click(self.wipe, None, [summary, line], concurrency_limit=None, **quiet)
+
+    def switch(self, on: bool) -> Iterator[tuple[Any, str]]:
+        """Turn the memory on or off."""
+        said = "On: from now on chats are remembered." if on else "Off. What was remembered before stays until you wipe it."
+        yield from self._change(partial(self._keeper.switch, on), said)
+
+    def wipe(self) -> Iterator[tuple[Any, str]]:
+        """Forget everything."""
+        yield from self._change(self._keeper.wipe, "Wiped: nothing is remembered, and the file is deleted.")
+
+    def read(self, uploads: Sequence[str] | None) -> Iterator[tuple[Any, str]]:
+        """Take in the files handed over, between the replies; the copies that came with the upload are deleted."""
+        files = [Path(upload) for upload in uploads or []]
+        tokens, refused = 0, []
+        try:
+            for number, file in enumerate(files, start=1):
+                yield gr.skip(), _line(f"Reading {number} of {count(len(files), 'file')} …")
+                try:
+                    tokens += self._take_turn(partial(self._keeper.read, file))
+                except ValueError:
+                    refused.append(file.name)
+        finally:
+            for file in files:
+                file.unlink(missing_ok=True)
+        yield self.summary(), _line(_taken_in(tokens, len(files) - len(refused), refused, self._keeper.on))
+
+    def summary(self) -> str:
+        """What is remembered, as HTML."""
+        memory, path = self._keeper.memory, self._keeper.path
+        size = _size(path) if path is not None and path.exists() else "nothing on disk"
+        if memory is None:
+            return f"<p>Off; {size}.</p>"
+        known, replies = len(memory), count(len(memory.replies), "reply")
+        parts = [
+            f"<p><b>{known:,}</b> contexts known from {replies} and texts handed over, {known / memory.capacity:.1%} of the "
+            f'room there is; <span title="{escape(str(path))}">{size}</span>.</p>'
+        ]
+        if len(memory.replies) >= 2:
+            parts.append(_progress(memory.replies))
+        return "".join(parts)
+
+    def _change(self, change: Callable[[], None], done: str) -> Iterator[tuple[Any, str]]:
+        """Change the memory between two replies; yields summary and line for the page."""
+        if not self._turns.idle:
+            yield gr.skip(), _line("Waiting for the reply to end …")
+        try:
+            self._take_turn(change)
+        except OSError as error:
+            done = f"That did not work: {error}."
+        yield self.summary(), _line(done)
+
+    def _take_turn(self, work: Callable[[], T]) -> T:
+        return self._turns.run(work, lambda: False, lambda ahead: None)
+
+
+def _size(file: Path) -> str:
+    size = file.stat().st_size
+    return f"{size / 1e6:,.1f} MB on disk" if size >= 1e6 else f"{size / 1e3:,.0f} kB on disk"
+
+
+def _line(text: str) -> str:
+    return f"<p>{escape(text)}</p>"
+
+
+def _taken_in(tokens: int, files: int, refused: Sequence[str], on: bool) -> str:
+    """What became of files that were handed over."""
+    if not on:
+        return "The memory is off: turn it on to hand over files."
+    line = f"Took in {tokens:,} tokens from {count(files, 'file')}." if files else "Took in nothing."
+    if not refused:
+        return line
+    more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
+    return f"{line} Left out, because not UTF-8 text: {', '.join(refused[:3])}{more}."
+
+
+def _progress(replies: Sequence[Remembered]) -> str:
+    """Tokens per pass from the first reply to the latest: a figure for each end, and a bar for each group of replies."""
+    span = min(SPAN, len(replies) // 2)
+    first, latest = replies[:span], replies[-span:]
+    size = -(-len(replies) // BARS)
+    rates = [rate(replies[i : i + size]) for i in range(0, len(replies), size)]
+    highest = max(rates)
+    bars = "".join(f'<rect x="{4 * i}" y="{28 * (1 - r / highest):.1f}" width="3" height="28"/>' for i, r in enumerate(rates))
+    which = "reply" if span == 1 else f"{span} replies"
+    return (
+        f"<p>The first {which}: <b>{rate(first):.1f}</b> tokens per pass; the latest: <b>{rate(latest):.1f}</b>.</p>"
+        f'<svg viewBox="0 0 {4 * BARS} 28" role="img" aria-label="tokens per pass, reply by reply">{bars}</svg>'
+    )

@@ -1,0 +1,172 @@
+"""The Model section of the settings: another target for the chats, loaded while the page shows how far it is.
+
+The engine is exchanged in its own thread, between two replies. Until the new one is complete the old one stays, so whatever
+goes wrong is one line and nothing else. Chats stay; each is read by the new model when it goes on.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from html import escape
+from typing import Any
+
+import gradio as gr
+
+from specdec.embedded import EMBEDDED_NAME, Progress
+from specdec.engine import SpeculativeEngine
+from specdec.errors import LoadError
+from specdec.folders import cache_folder
+from specdec.target import UnsupportedModelError
+from ui.chats import Tabs
+from ui.keeper import MemoryKeeper, count
+from ui.pump import Pump
+from ui.replies import Replies
+from ui.turns import GaveUp
+
+SUGGESTIONS = (
+    EMBEDDED_NAME,
+    "HuggingFaceTB/SmolLM2-360M-Instruct",
+    "Qwen/Qwen2.5-0.5B-Instruct",
+    "Qwen/Qwen2.5-1.5B-Instruct",
+)
+RECENT = 6
+"""How many of the models loaded last are offered again."""
+_FIELD = "“Model”"
+News = tuple[str, float | None]
+"""What is being done, and the fraction done where it is known."""
+
+
+class Stopped(Exception):
+    """The user does not want to wait for the model any more."""
+
+
+def chat_engine(model: str | None, **loading: Any) -> SpeculativeEngine:
+    """An engine that can chat. Raises LoadError or UnsupportedModelError."""
+    engine = SpeculativeEngine(model, **loading)
+    if engine.tokenizer.chat_template is None:
+        raise LoadError(
+            f"{engine.name} has no chat template, so it cannot chat: choose a model made for chat with --model "
+            "(its name often ends in Instruct or Chat)."
+        )
+    return engine
+
+
+class Models:
+    """Exchanges the engine of ``replies``. ``loading``: device, dtype and the like, as in `specdec.loading.load`."""
+
+    def __init__(self, replies: Replies, tabs: Tabs, keeper: MemoryKeeper | None, loading: Mapping[str, Any]) -> None:
+        self._replies = replies
+        self._tabs = tabs
+        self._keeper = keeper
+        self._loading = loading
+
+    def names(self) -> list[str]:
+        """What to offer: the models loaded last, then the suggestions."""
+        recent = self._recent()
+        return [*recent, *(name for name in SUGGESTIONS if name not in recent)]
+
+    def change(self, name: str, progress: Progress) -> None:
+        """Load ``name`` and let the chats go on with it (in the engine's thread); what ``progress`` raises ends the loading.
+
+        Raises LoadError or UnsupportedModelError; the present model then stays.
+        """
+        engine = chat_engine(name, progress=progress, **self._loading)
+        if self._keeper is not None:
+            self._keeper.save()
+        self._tabs.cool()
+        self._replies.engine = engine
+        gc.unfreeze()  # the app froze what it started with
+        gc.collect()
+        gc.freeze()
+        if self._keeper is not None:
+            self._keeper.open()
+        self._remember(name)
+
+    def _recent(self) -> list[str]:
+        try:
+            return (cache_folder() / "recent-models").read_text(encoding="utf-8").splitlines()[:RECENT]
+        except (FileNotFoundError, UnicodeDecodeError):
+            return []
+
+    def _remember(self, name: str) -> None:
+        names = [name, *(other for other in self._recent() if other != name)][:RECENT]
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        (cache_folder() / "recent-models").write_text("\n".join(names), encoding="utf-8")
+
+
+class ModelSection:
+    """Builds the section's components inside the surrounding block and wires them; ``header`` shows the model in use."""
+
+    def __init__(self, models: Models, replies: Replies, header: gr.HTML, show: Callable[[], str]) -> None:
+        self._models = models
+        self._replies = replies
+        self._show = show
+        self._stop = threading.Event()
+        name = gr.Dropdown(
+            models.names(),
+            value=None,
+            allow_custom_value=True,
+            label="Model",
+            info="a hub id (owner/name), a local folder, or a .gguf file; chats go on with the new model",
+            elem_id="model-name",
+        )
+        with gr.Row(elem_id="model-buttons"):
+            load = gr.Button("Load", size="sm", variant="primary", elem_id="model-load")
+            stop = gr.Button("Stop", size="sm", visible=False, elem_id="model-stop")
+        line = gr.HTML("", elem_id="model-line")
+        quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+        load.click(self.load, name, [line, header, name, load, stop], concurrency_limit=None, **quiet)
+        stop.click(lambda: self._stop.set(), queue=False, **quiet)
+
+    def load(self, name: str | None) -> Iterator[tuple[Any, Any, Any, Any, Any]]:
+        """Exchange the model; yields for (line, header, name, load, stop)."""
+        name = (name or "").strip()
+        if not name:
+            yield _line("Name a model first."), gr.skip(), gr.skip(), gr.skip(), gr.skip()
+            return
+        stop = self._stop = threading.Event()
+        said = f"Still {self._replies.engine.name}."
+        yield _line("Looking for the model …"), gr.skip(), gr.skip(), gr.update(interactive=False), gr.update(visible=True)
+        try:
+            for news in self._changing(name, stop):
+                if news:
+                    yield _line(*news[-1]), gr.skip(), gr.skip(), gr.skip(), gr.skip()
+            said = f"{self._replies.engine.name} is ready."
+        except (Stopped, GaveUp):
+            said = f"Stopped. {said}"
+        except (LoadError, UnsupportedModelError, OSError) as error:
+            said = f"Stopped. {said}" if stop.is_set() else f"{error} {said}".replace("--model", _FIELD)
+        yield (
+            _line(said),
+            self._show(),
+            gr.update(choices=self._models.names()),
+            gr.update(interactive=True),
+            gr.update(visible=False),
+        )
+
+    def _changing(self, name: str, stop: threading.Event) -> Iterator[list[News]]:
+        """Exchange the model when the engine is free; what there is to tell meanwhile."""
+
+        def produce(put: Callable[[News], None]) -> None:
+            def progress(text: str, fraction: float | None) -> None:
+                if stop.is_set():
+                    raise Stopped
+                put((text[:1].upper() + text[1:], fraction))
+
+            def waiting(ahead: int) -> None:
+                put((f"Waiting for {count(ahead, 'reply')}", None))
+
+            self._replies.turns.run(lambda: self._models.change(name, progress), stop.is_set, waiting)
+
+        return Pump(produce).batches()
+
+
+def _line(text: str, fraction: float | None = -1.0) -> str:
+    """One line; with a bar where something is under way (None: nobody knows how far)."""
+    if fraction is None:
+        return f"<p>{escape(text)} …</p><progress></progress>"
+    if fraction < 0:
+        return f"<p>{escape(text)}</p>"
+    return f'<p>{escape(text)}: {fraction:.0%}</p><progress value="{fraction:.3f}"></progress>'

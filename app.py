@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from ui.space import ON_SPACE, ON_ZEROGPU
+
+# isort: split
 import argparse
 import logging
-import os
 import socket
 import sys
 from collections.abc import Sequence
@@ -15,6 +17,8 @@ import gradio as gr
 from specdec.engine import SpeculativeEngine
 from specdec.errors import LoadError
 from specdec.target import UnsupportedModelError
+from ui import zerogpu
+from ui.limits import PRIVATE, PUBLIC
 from ui.look import TITLE, look
 from ui.page import build
 from ui.turns import ENGINE_THREAD, leave_a_core
@@ -64,14 +68,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     try:
         auth = _auth(options.auth)
-        if not _on_space():
+        if not ON_SPACE:
             _check_port(options.host, options.port)
             if options.host not in LOCAL:
                 _say(_exposure(options.host, options.port, auth is not None))
-        engine = _engine(options) if _on_space() else ENGINE_THREAD.submit(_engine, options).result()
-        page = build(engine, study=options.study and not _on_space())
-        _say(f"ready at http://{options.host}:{options.port} (Ctrl+C ends it)")
-        page.launch(inbrowser=not options.no_browser and options.host in LOCAL, auth=auth, **_serving(options))
+        # ZeroGPU gives weights to the GPU only from the main thread; elsewhere one thread does all the work (`ui.turns`)
+        engine = _engine(options) if ON_ZEROGPU else ENGINE_THREAD.submit(_engine, options).result()
+        public = ON_SPACE or options.host not in LOCAL
+        page = build(engine, study=options.study and not ON_SPACE, limits=PUBLIC if public else PRIVATE)
+        _say("ready" if ON_SPACE else f"ready at http://{options.host}:{options.port} (Ctrl+C ends it)")
+        page.launch(inbrowser=not (options.no_browser or public), auth=auth, **_serving(options))
     except (StartError, LoadError, UnsupportedModelError) as error:
         _say(f"error: {error}")
         return 1
@@ -80,13 +86,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _engine(options: argparse.Namespace) -> SpeculativeEngine:
     leave_a_core()
-    engine = SpeculativeEngine(
-        options.model,
-        device=options.device,
-        dtype=options.dtype,
-        trust_remote_code=options.trust_remote_code,
-        progress=_progress(),
-    )
+    if ON_ZEROGPU:
+        engine = zerogpu.load(options.model, options.dtype, _progress())
+    else:
+        engine = SpeculativeEngine(
+            options.model,
+            device=options.device,
+            dtype=options.dtype,
+            trust_remote_code=options.trust_remote_code,
+            progress=_progress(),
+        )
     if engine.tokenizer.chat_template is None:
         raise StartError(
             f"{engine.name} has no chat template, so it cannot chat: choose a model made for chat with --model "
@@ -97,7 +106,7 @@ def _engine(options: argparse.Namespace) -> SpeculativeEngine:
 
 def _serving(options: argparse.Namespace) -> dict[str, Any]:
     """Arguments of ``launch``; on a Space the platform decides where to listen."""
-    where = {} if _on_space() else {"server_name": options.host, "server_port": options.port}
+    where = {} if ON_SPACE else {"server_name": options.host, "server_port": options.port}
     return {
         **look(),
         **where,
@@ -153,10 +162,6 @@ def _progress() -> Any:
     return report
 
 
-def _on_space() -> bool:
-    return "SPACE_ID" in os.environ
-
-
 def _reason(error: Exception) -> str:
     return (getattr(error, "strerror", None) or str(error)).lower()
 
@@ -169,7 +174,7 @@ def __getattr__(name: str) -> gr.Blocks:
     """``app.demo`` for whoever imports this module, such as ``gradio app.py``: built when first asked for."""
     if name != "demo":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    demo = globals()["demo"] = build(_engine(parser().parse_args([])))
+    demo = globals()["demo"] = build(_engine(parser().parse_args([])), limits=PUBLIC if ON_SPACE else PRIVATE)
     return demo
 
 

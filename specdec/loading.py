@@ -39,9 +39,10 @@ from specdec.devices import check_memory, choose_device, choose_dtype
 from specdec.embedded import EMBEDDED_NAME, Progress, embedded_folder, reporting_bar
 from specdec.errors import LoadError, first_line
 
-__all__ = ["LoadError", "LoadedModel", "load"]
+__all__ = ["CUDA_DEFAULT", "LoadError", "LoadedModel", "load"]
 
-_CUDA_DEFAULT = "Qwen/Qwen2.5-1.5B-Instruct"
+CUDA_DEFAULT = "Qwen/Qwen2.5-1.5B-Instruct"
+"""The hub id of what is loaded on CUDA if nothing is named."""
 _HUB_SECONDS = 5.0
 
 
@@ -95,7 +96,7 @@ def _find(model: str | None, device: torch.device, report: Progress) -> _Source:
     if model is None:
         if device.type == "cuda":
             with contextlib.suppress(LoadError):
-                source = _on_hub(_CUDA_DEFAULT)
+                source = _on_hub(CUDA_DEFAULT)
                 if not source.cached_only:
                     return source
         return _Source(str(embedded_folder(_convert, report)), EMBEDDED_NAME)

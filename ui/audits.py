@@ -7,9 +7,10 @@ from functools import partial
 
 import torch
 
-from specdec.audit import Audit, audit
+from specdec.audit import Audit
 from ui.chats import Chat
-from ui.replies import Replies, explain
+from ui.errors import explain
+from ui.replies import Replies
 
 PREFIX = "audit"
 GOOD = PREFIX + " ✓"
@@ -22,7 +23,7 @@ def check(replies: Replies, chat: Chat, stop: threading.Event) -> str:
     if finished is None:
         return f"{PREFIX}: there is no reply from this session to check; regenerate it first"
     try:
-        work = partial(audit, replies.engine, finished.prompt, finished.token_ids, stop.is_set, **finished.settings.arguments())
+        work = partial(replies.decoder.audit, finished.prompt, finished.token_ids, finished.settings, stop.is_set)
         report = replies.turns.run(work, stop.is_set, lambda ahead: None)
     except Exception as error:
         return f"{PREFIX}: {explain(error)}"

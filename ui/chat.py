@@ -20,6 +20,7 @@ from ui.audits import GOOD, PREFIX, check
 from ui.chats import Chat, Message, Tabs, Writing, read_messages
 from ui.compare import Comparisons
 from ui.inert import inert, original
+from ui.limits import PRIVATE, Limits
 from ui.panel import PanelFeed
 from ui.replies import Replies
 from ui.settings import Settings
@@ -37,10 +38,10 @@ Frame = tuple[Any, Any, Any, Any, Any]
 class ChatHandlers:
     """Event handlers over one engine; each takes the page's setting fields last, in the order of `Settings.read`."""
 
-    def __init__(self, engine: SpeculativeEngine) -> None:
+    def __init__(self, engine: SpeculativeEngine, limits: Limits = PRIVATE) -> None:
         self.engine = engine
         self.tabs = Tabs()
-        self.replies = Replies(engine)
+        self.replies = Replies(engine, limits)
         self.comparisons = Comparisons(self.replies)
         self.model_facts = {
             "name": engine.name,
@@ -168,9 +169,9 @@ class ChatHandlers:
         return [row for message in chat.messages for row in show(message)], box, panel, meter, shelf
 
     def _meter(self, chat: Chat) -> str:
-        if chat.conversation is None:
+        if chat.finished is None:
             return ""
-        used, limit = len(chat.conversation.token_ids), self.engine.target.context_limit
+        used, limit = len(chat.finished.prompt.token_ids) + len(chat.finished.token_ids), self.engine.target.context_limit
         share = min(100 * used / limit, 100)
         return (
             f'<div role="meter" aria-label="context used" aria-valuemin="0" aria-valuemax="{limit}" aria-valuenow="{used}">'

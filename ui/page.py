@@ -11,6 +11,7 @@ from gradio.events import api
 
 from specdec.engine import SpeculativeEngine
 from ui.chat import ChatHandlers
+from ui.limits import PRIVATE, Limits
 from ui.look import FAVICON, TITLE
 from ui.panel import live_panel
 from ui.prompts import EXAMPLES
@@ -43,9 +44,9 @@ class _ChatParts:
     settings: list[Any]
 
 
-def build(engine: SpeculativeEngine, study: bool = False) -> gr.Blocks:
+def build(engine: SpeculativeEngine, study: bool = False, limits: Limits = PRIVATE) -> gr.Blocks:
     """The whole page around one engine; with ``study`` it learns about its model while nobody waits for a reply."""
-    handlers = ChatHandlers(engine)
+    handlers = ChatHandlers(engine, limits)
     if study:
         study_when_idle(engine, handlers.replies.turns)
     with gr.Blocks(title=TITLE, analytics_enabled=False, fill_width=True) as demo:

@@ -139,7 +139,7 @@ def main(folder: str) -> dict[str, Any]:
     LocalContext.request.set(SimpleNamespace(headers=Headers({"x-ip-token": TOKEN})))
     found["chat"] = [told(ask("a", QUESTION)), told(ask("a", SECOND))]
     found["conversation"] = handlers.tabs.chat("a").conversation
-    handlers.audit(gr.Request(session_hash="a"))
+    list(handlers.audit(gr.Request(session_hash="a")))
     found["audit"] = handlers.tabs.chat("a").messages[-1].notices[-1]
     *_, race = handlers.comparisons.run("a", QUESTION, ["plain", "linear", "tree"], Settings.read(*VALUES))
     found["agreement"] = json.loads(race)["agreement"]

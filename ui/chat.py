@@ -6,7 +6,7 @@ Every handler finds its chat by the session of the request; nothing of one tab i
 from __future__ import annotations
 
 import json
-import threading
+import secrets
 from collections.abc import Iterator
 from contextlib import closing
 from functools import lru_cache, partial
@@ -79,15 +79,19 @@ class ChatHandlers:
         """End the reply; what it has said stays."""
         self._chat(request).stop()
 
-    def audit(self, request: gr.Request) -> Frame:
-        """Let the target check the last reply; the verdict stands below it."""
-        chat = self._chat(request)
+    def audit(self, request: gr.Request) -> Iterator[Frame]:
+        """Let the target check the last reply; how it stands, and at last the verdict, is written below it."""
+        tab = _tab(request)
+        chat = self.tabs.chat(tab)
         if not chat.messages or chat.messages[-1].state == "writing":
-            return SKIP, SKIP, SKIP, SKIP, SKIP
+            return
         reply = chat.messages[-1]
-        line = check(self.replies, chat, threading.Event())
-        reply.notices = [*(notice for notice in reply.notices if not notice.startswith(PREFIX)), line]
-        return self._frame(chat, shelf=_shelf(chat))
+        with closing(check(self.replies, chat)) as lines:
+            for line in lines:
+                reply.notices = [*(notice for notice in reply.notices if not notice.startswith(PREFIX)), line]
+                if not self.tabs.shows(tab, chat):
+                    return
+                yield self._frame(chat, shelf=_shelf(chat))
 
     def clear(self, request: gr.Request) -> Frame:
         """Begin a new chat; the old one stays on the shelf."""
@@ -211,7 +215,7 @@ def _plain(value: Any) -> str:
 
 
 def _tab(request: gr.Request) -> str:
-    return request.session_hash or "no session"
+    return request.session_hash or secrets.token_hex(16)  # who has no session shares nothing with anybody
 
 
 def _shelf(chat: Chat | None) -> str:

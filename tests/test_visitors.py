@@ -23,6 +23,8 @@ from ui.page import build
 from ui.settings import MAX_TOKENS, Settings
 
 VALUES = ("tree", "auto", 0, 1, 0, 40, "")
+LONG = ("tree", "auto", 0, 1, 0, 110, "")
+SHORT = ("tree", "auto", 0, 1, 0, 8, "")
 
 
 @pytest.fixture
@@ -32,7 +34,7 @@ def slow() -> ChatHandlers:
     verify = engine.target.verify
 
     def slowly(*arguments: Any) -> Any:
-        time.sleep(0.02)
+        time.sleep(0.05)
         return verify(*arguments)
 
     engine.target.verify = slowly  # type: ignore[method-assign]
@@ -47,41 +49,53 @@ def footer(handlers: ChatHandlers, name: str) -> str:
     return handlers.tabs.chat(name).messages[1].footer
 
 
-def advance(frames: Iterator[Frame], handlers: ChatHandlers, name: str, wanted: str) -> None:
-    """Take frames until the reply's footer is as ``wanted``."""
-    end = time.monotonic() + 20
-    while footer(handlers, name) != wanted if handlers.tabs.chat(name).messages else True:
-        assert time.monotonic() < end, f"{footer(handlers, name)!r} and not {wanted!r}"
+def begin(handlers: ChatHandlers, name: str) -> Iterator[Frame]:
+    """The frames of a visitor's reply that has begun."""
+    frames = handlers.send("question", visitor(name), *LONG)
+    next(frames)
+    while not handlers.tabs.chat(name).messages[1].text:
+        next(frames)
+    return frames
+
+
+def wait(frames: Iterator[Frame], handlers: ChatHandlers, name: str, place: str) -> None:
+    """Take frames until the reply's footer tells ``place``."""
+    end = time.monotonic() + 5
+    next(frames)
+    while footer(handlers, name) != place:
+        assert time.monotonic() < end, footer(handlers, name)
         next(frames)
 
 
 def test_who_waits_sees_the_place_and_who_leaves_frees_theirs(slow: ChatHandlers) -> None:
-    first, second, third = (slow.send(f"question {name}", visitor(name), *VALUES) for name in "abc")
-    advance(first, slow, "a", "")
-    advance(second, slow, "b", "waiting for 1 other reply")
-    advance(third, slow, "c", "waiting for 2 other replies")
-    second.close()  # what Gradio does when the tab closes
+    first = begin(slow, "a")
+    second, third = (slow.send("question", visitor(name), *SHORT) for name in "bc")
+    wait(second, slow, "b", "waiting for 1 other reply")
+    wait(third, slow, "c", "waiting for 2 other replies")
+    second.close()  # type: ignore[attr-defined]  # what Gradio does when the tab closes
     slow.leave(visitor("b"))
-    advance(third, slow, "c", "waiting for 1 other reply")
+    wait(third, slow, "c", "waiting for 1 other reply")
+    slow.stop(visitor("a"))
     list(first)
     list(third)
-    assert [slow.tabs.chat(name).messages[1].state for name in "ac"] == ["done", "done"]
+    assert slow.tabs.chat("c").messages[1].state == "done"
     assert slow.replies.turns.idle
 
 
 def test_an_audit_waits_visibly_and_frees_its_place_when_its_visitor_leaves(slow: ChatHandlers) -> None:
-    list(slow.send("question", visitor("b"), *VALUES))
-    first = slow.send("question", visitor("a"), *VALUES)
-    advance(first, slow, "a", "")
+    list(slow.send("question", visitor("b"), *SHORT))
+    first = begin(slow, "a")
     audit = slow.audit(visitor("b"))
-    reply = slow.tabs.chat("b").messages[1]
-    while not (reply.notices and "waiting for 1 other reply" in reply.notices[-1]):
+    notices = slow.tabs.chat("b").messages[1].notices
+    while not (notices and notices[-1] == "audit: waiting for 1 other reply"):
         next(audit)
+        notices = slow.tabs.chat("b").messages[1].notices
     audit.close()  # type: ignore[attr-defined]
     end = time.monotonic() + 5
     while len(slow.replies.turns._line) > 1 and time.monotonic() < end:
         time.sleep(0.02)
     assert len(slow.replies.turns._line) == 1
+    slow.stop(visitor("a"))
     list(first)
 
 
@@ -96,8 +110,8 @@ def test_the_engine_is_never_entered_twice(slow: ChatHandlers) -> None:
         inside[0] -= 1
 
     slow.engine.stream = watched  # type: ignore[method-assign]
-    threads = [threading.Thread(target=lambda n=name: list(slow.send("question", visitor(n), *VALUES))) for name in "abcd"]
-    settings = Settings.read(*VALUES)
+    threads = [threading.Thread(target=lambda n=name: list(slow.send("question", visitor(n), *SHORT))) for name in "abcd"]
+    settings = Settings.read(*SHORT)
     threads.append(threading.Thread(target=lambda: list(slow.comparisons.run("e", "question", ["plain", "tree"], settings))))
     for thread in threads:
         thread.start()
@@ -111,7 +125,7 @@ def test_no_visitor_sees_anothers_text(slow: ChatHandlers) -> None:
     seen: dict[str, str] = {}
 
     def chat(name: str) -> None:
-        frames = [*slow.send(secrets[name], visitor(name), *VALUES), *slow.send("and then", visitor(name), *VALUES)]
+        frames = [*slow.send(secrets[name], visitor(name), *SHORT), *slow.send("and then", visitor(name), *SHORT)]
         seen[name] = repr(frames)
 
     threads = [threading.Thread(target=chat, args=(name,)) for name in secrets]

@@ -105,12 +105,11 @@ class Comparisons:
         def work() -> None:
             prompt = replies.fit([*messages, {"role": "user", "content": text}], settings.max_tokens)
             for lane in lanes:
-                chosen, clock = replace(settings, decoding=lane.decoding), Clock(replies.limits.seconds)
-                cancelled = partial(_either, stop.is_set, clock.over)
-                for step in decoder.steps(decoder.conversation(), prompt, chosen, cancelled, details=True):
+                chosen, clock = replace(settings, decoding=lane.decoding), Clock(stop, replies.limits.seconds)
+                for step in decoder.steps(decoder.conversation(), prompt, chosen, clock.ends, details=True):
                     lane.recorder.add(step)
                     put(lane)
-                if clock.over():
+                if clock.late:
                     raise LimitError(f"this page's limit is {replies.limits.seconds:.0f} seconds a lane: ask for fewer tokens")
             if not stop.is_set():
                 put(self._agreement(prompt, lanes, settings))
@@ -137,10 +136,6 @@ class Comparisons:
                 "dtype": str(self._replies.engine.model.dtype).removeprefix("torch."),
             }
         return {"same": True, "tokens": len(reference)}
-
-
-def _either(one: Callable[[], bool], other: Callable[[], bool]) -> bool:
-    return one() or other()
 
 
 def _status(lanes: Sequence[Lane]) -> str:

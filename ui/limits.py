@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -46,15 +47,17 @@ PUBLIC = Limits(prompt_tokens=4096, reply_tokens=1024, seconds=60)
 
 
 class Clock:
-    """Says when ``seconds`` are over, counted from the first time it is asked: waiting for one's turn costs nothing."""
+    """Ends a reply: once ``stop`` is set, or ``seconds`` after it was first asked, so that waiting for one's turn is free."""
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self, stop: threading.Event, seconds: float) -> None:
+        self.late = False
+        self._stop, self._seconds = stop, seconds
         self._end: float | None = None
 
-    def over(self) -> bool:
-        """Whether they are."""
+    def ends(self) -> bool:
+        """Whether the reply is to end; ``late`` then tells whether it is time that ends it."""
         now = time.monotonic()
         if self._end is None:
             self._end = now + self._seconds
-        return now >= self._end
+        self.late = self.late or (now >= self._end and not self._stop.is_set())
+        return self.late or self._stop.is_set()

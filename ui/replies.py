@@ -74,7 +74,7 @@ class Replies:
         """
         reply, stop = writing.reply, writing.stop
         asked, settings = settings, self.limits.settings(settings)
-        clock = Clock(self.limits.seconds)
+        clock = Clock(stop, self.limits.seconds)
         messages = chat.prompt(settings.system_prompt)
         stats = Stats()
         token_ids: list[int] = []
@@ -104,11 +104,10 @@ class Replies:
             reply.state = "failed"
             reply.notices.append(explain(error))
         finally:
-            late = not stop.is_set() and clock.over()
             stop.set()
             if reply.state == "writing":
                 reply.state = "stopped"
-            ending = "" if reply.state == "failed" else self._ending(step, asked, late)
+            ending = "" if reply.state == "failed" else self._ending(step, asked, clock.late)
             reply.footer = " · ".join(filter(None, [figures(stats, settings), ending]))
             if prompt is not None and token_ids and chat.writing is writing:
                 chat.finished = Finished(prompt, tuple(token_ids), settings)
@@ -133,15 +132,12 @@ class Replies:
     def _events(
         self, chat: Chat, messages: list[dict[str, str]], settings: Settings, stop: threading.Event, clock: Clock, details: bool
     ) -> Iterator[list[Waiting | Reading | Step]]:
-        def cancelled() -> bool:
-            return stop.is_set() or clock.over()
-
         def produce(put: Callable[[Waiting | Reading | Step], None]) -> None:
             def work() -> None:
                 prompt = self.fit(messages, settings.max_tokens)
                 put(Reading(prompt))
                 chat.conversation = chat.conversation or self.decoder.conversation()
-                for step in self.decoder.steps(chat.conversation, prompt, settings, cancelled, details):
+                for step in self.decoder.steps(chat.conversation, prompt, settings, clock.ends, details):
                     put(step)
 
             with suppress(GaveUp):

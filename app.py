@@ -6,9 +6,11 @@ import gc
 
 gc.disable()  # until all is loaded: what a start makes stays, and looking for garbage in it takes a second
 
+from ui.space import ON_SPACE, ON_ZEROGPU
+
+# isort: split
 import argparse
 import logging
-import os
 import socket
 import sys
 from collections.abc import Sequence
@@ -19,6 +21,8 @@ import gradio as gr
 from specdec.engine import SpeculativeEngine
 from specdec.errors import LoadError
 from specdec.target import UnsupportedModelError
+from ui import zerogpu
+from ui.limits import PRIVATE, PUBLIC
 from ui.look import TITLE, look
 from ui.models import chat_engine
 from ui.page import build
@@ -75,23 +79,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     try:
         auth = _auth(options.auth)
-        if not _on_space():
+        if not ON_SPACE:
             _check_port(options.host, options.port)
             if options.host not in LOCAL:
                 _say(_exposure(options.host, options.port, auth is not None))
-        engine = _engine(options) if _on_space() else ENGINE_THREAD.submit(_engine, options).result()
+        # ZeroGPU gives weights to the GPU only from the main thread; elsewhere one thread does all the work (`ui.turns`)
+        engine = _engine(options) if ON_ZEROGPU else ENGINE_THREAD.submit(_engine, options).result()
+        public = ON_SPACE or options.host not in LOCAL
+        remember = not public if options.memory is None else options.memory
         page = build(
             engine,
-            study=options.study and not _on_space(),
-            memory=_remembers(options),
-            loading=_loading(options) if options.host in LOCAL and not _on_space() else None,
+            study=options.study and not ON_SPACE,
+            memory=remember and not ON_SPACE,
+            loading=None if public else _loading(options),
+            limits=PUBLIC if public else PRIVATE,
         )
-        ENGINE_THREAD.submit(getattr, engine, "pass_cost")  # measured while the page opens; a reply waits for it
+        if not ON_ZEROGPU:
+            ENGINE_THREAD.submit(getattr, engine, "pass_cost")  # measured while the page opens; a reply waits for it
         del engine  # the page may exchange it for another
         gc.freeze()
         gc.enable()
-        _say(f"ready at http://{options.host}:{options.port} (Ctrl+C ends it)")
-        page.launch(inbrowser=not options.no_browser and options.host in LOCAL, auth=auth, **_serving(options))
+        _say("ready" if ON_SPACE else f"ready at http://{options.host}:{options.port} (Ctrl+C ends it)")
+        page.launch(inbrowser=not (options.no_browser or public), auth=auth, **_serving(options))
     except (StartError, LoadError, UnsupportedModelError) as error:
         _say(f"error: {error}")
         return 1
@@ -100,6 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _engine(options: argparse.Namespace) -> SpeculativeEngine:
     leave_a_core()
+    if ON_ZEROGPU:
+        return zerogpu.load(options.model, options.dtype, _progress())
     return chat_engine(options.model, progress=_progress(), **_loading(options))
 
 
@@ -107,15 +118,9 @@ def _loading(options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in ("device", "dtype", "trust_remote_code")}
 
 
-def _remembers(options: argparse.Namespace) -> bool:
-    """Whether the page may remember across chats: not by itself where several people share it, and never on a Space."""
-    alone = options.host in LOCAL
-    return not _on_space() and (alone if options.memory is None else bool(options.memory))
-
-
 def _serving(options: argparse.Namespace) -> dict[str, Any]:
     """Arguments of ``launch``; on a Space the platform decides where to listen."""
-    where = {} if _on_space() else {"server_name": options.host, "server_port": options.port}
+    where = {} if ON_SPACE else {"server_name": options.host, "server_port": options.port}
     return {
         **look(),
         **where,
@@ -171,10 +176,6 @@ def _progress() -> Any:
     return report
 
 
-def _on_space() -> bool:
-    return "SPACE_ID" in os.environ
-
-
 def _reason(error: Exception) -> str:
     return (getattr(error, "strerror", None) or str(error)).lower()
 
@@ -187,7 +188,7 @@ def __getattr__(name: str) -> gr.Blocks:
     """``app.demo`` for whoever imports this module, such as ``gradio app.py``: built when first asked for."""
     if name != "demo":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    demo = globals()["demo"] = build(_engine(parser().parse_args([])))
+    demo = globals()["demo"] = build(_engine(parser().parse_args([])), limits=PUBLIC if ON_SPACE else PRIVATE)
     return demo
 
 

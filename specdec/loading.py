@@ -40,9 +40,10 @@ from specdec.devices import DeviceMap, choose_device, choose_dtype, place_weight
 from specdec.embedded import EMBEDDED_NAME, Progress, embedded_folder, reporting_bar
 from specdec.errors import LoadError, first_line, is_out_of_memory
 
-__all__ = ["LoadError", "LoadedModel", "load"]
+__all__ = ["CUDA_DEFAULT", "LoadError", "LoadedModel", "load"]
 
-_CUDA_DEFAULT = "Qwen/Qwen2.5-1.5B-Instruct"
+CUDA_DEFAULT = "Qwen/Qwen2.5-1.5B-Instruct"
+"""The hub id of what is loaded on CUDA if nothing is named."""
 _HUB_SECONDS = 5.0
 
 
@@ -95,7 +96,7 @@ def load(
 def _find(model: str | None, device: torch.device, report: Progress) -> _Source:
     if model is None and device.type == "cuda":
         with contextlib.suppress(LoadError):
-            source = _on_hub(_CUDA_DEFAULT)
+            source = _on_hub(CUDA_DEFAULT)
             if not source.cached_only:
                 return source
     if model in (None, EMBEDDED_NAME):

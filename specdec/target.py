@@ -199,7 +199,7 @@ class TargetModel:
         last: bool = False,
     ) -> Tensor:
         """Logits [B, T, V] of ``token_ids`` [B, T] at ``positions`` [B, T]; with ``last`` of the last row only, [B, 1, V]."""
-        # by index, not by count: transformers would slice, and a strided input makes a bfloat16 Linear 100 times slower on a CPU
+        # by index, not by count, which slices: a strided input makes a bfloat16 Linear 100 times slower on a CPU
         rows = torch.tensor([token_ids.shape[1] - 1], device=token_ids.device) if last else 0
         logits: Tensor = self.model(
             input_ids=token_ids,

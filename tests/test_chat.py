@@ -227,7 +227,7 @@ def test_a_full_context_says_what_was_left_out(handlers: ChatHandlers) -> None:
 
 def test_the_audit_confirms_the_reply(handlers: ChatHandlers) -> None:
     send(handlers, QUESTION, values=("tree", "8", 0.8, 0.9, 5, 40, ""))
-    handlers.audit(tab())
+    list(handlers.audit(tab()))
     chat = handlers.tabs.chat("tab")
     assert chat.finished is not None
     count = len(chat.finished.token_ids)

@@ -3,31 +3,57 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Generator
+from contextlib import suppress
 from functools import partial
 
 import torch
 
-from specdec.audit import Audit, audit
-from ui.chats import Chat
-from ui.replies import Replies, explain
+from specdec.audit import Audit
+from ui.chats import Chat, Finished
+from ui.errors import explain
+from ui.pump import Pump
+from ui.replies import Replies
+from ui.turns import GaveUp
 
 PREFIX = "audit"
 GOOD = PREFIX + " ✓"
 """How a line begins that says that all is well."""
 
 
-def check(replies: Replies, chat: Chat, stop: threading.Event) -> str:
-    """Audit the chat's latest reply, when the engine is free; one line about what came out."""
+def check(replies: Replies, chat: Chat) -> Generator[str, None, None]:
+    """Audit the chat's latest reply, when the engine is free: one line at a time about how it stands, the verdict last.
+
+    Closed before that, it gives its place in the queue up.
+    """
     finished = chat.finished
     if finished is None:
-        return f"{PREFIX}: there is no reply from this session to check; regenerate it first"
+        yield f"{PREFIX}: there is no reply from this session to check; regenerate it first"
+        return
+    stop = threading.Event()
+    work = partial(replies.decoder.audit, finished.prompt, finished.token_ids, finished.settings, stop.is_set)
+
+    def produce(put: Callable[[int | Audit], None]) -> None:
+        with suppress(GaveUp):
+            put(replies.turns.run(work, stop.is_set, put))
+
+    line = f"{PREFIX}: the target reads the reply again …"
     try:
-        work = partial(audit, replies.engine, finished.prompt, finished.token_ids, stop.is_set, **finished.settings.arguments())
-        report = replies.turns.run(work, stop.is_set, lambda ahead: None)
+        for events in Pump(produce).batches():
+            for event in events:
+                line = _line(event, finished, replies.engine.model.dtype)
+            yield line
     except Exception as error:
-        return f"{PREFIX}: {explain(error)}"
-    verdict = GOOD if report.first_difference is None else PREFIX
-    return f"{verdict}: {describe(report, finished.settings.temperature > 0, replies.engine.model.dtype)}"
+        yield f"{PREFIX}: {explain(error)}"
+    finally:
+        stop.set()
+
+
+def _line(event: int | Audit, finished: Finished, dtype: torch.dtype) -> str:
+    if isinstance(event, int):
+        return f"{PREFIX}: waiting for {event} other {'reply' if event == 1 else 'replies'}"
+    verdict = GOOD if event.first_difference is None else PREFIX
+    return f"{verdict}: {describe(event, finished.settings.temperature > 0, dtype)}"
 
 
 def describe(report: Audit, sampled: bool, dtype: torch.dtype) -> str:

@@ -6,7 +6,7 @@ Every handler finds its chat by the session of the request; nothing of one tab i
 from __future__ import annotations
 
 import json
-import threading
+import secrets
 from collections.abc import Iterator
 from contextlib import closing
 from functools import lru_cache
@@ -21,6 +21,7 @@ from ui.chats import Chat, Message, Tabs, Writing, read_messages
 from ui.compare import Comparisons
 from ui.inert import inert, original
 from ui.keeper import MemoryKeeper
+from ui.limits import PRIVATE, Limits
 from ui.panel import PanelFeed
 from ui.replies import Replies
 from ui.settings import Settings
@@ -41,9 +42,9 @@ class ChatHandlers:
     With ``memory`` the engine remembers across chats, once `keeper` is started.
     """
 
-    def __init__(self, engine: SpeculativeEngine, memory: bool = False) -> None:
+    def __init__(self, engine: SpeculativeEngine, memory: bool = False, limits: Limits = PRIVATE) -> None:
         self.tabs = Tabs()
-        self.replies = Replies(engine)
+        self.replies = Replies(engine, limits)
         self.comparisons = Comparisons(self.replies)
         self.keeper = MemoryKeeper(self.replies, self.tabs) if memory else None
         if self.keeper is not None:
@@ -93,15 +94,19 @@ class ChatHandlers:
         """End the reply; what it has said stays."""
         self._chat(request).stop()
 
-    def audit(self, request: gr.Request) -> Frame:
-        """Let the target check the last reply; the verdict stands below it."""
-        chat = self._chat(request)
+    def audit(self, request: gr.Request) -> Iterator[Frame]:
+        """Let the target check the last reply; how it stands, and at last the verdict, is written below it."""
+        tab = _tab(request)
+        chat = self.tabs.chat(tab)
         if not chat.messages or chat.messages[-1].state == "writing":
-            return SKIP, SKIP, SKIP, SKIP, SKIP
+            return
         reply = chat.messages[-1]
-        line = check(self.replies, chat, threading.Event())
-        reply.notices = [*(notice for notice in reply.notices if not notice.startswith(PREFIX)), line]
-        return self._frame(chat, shelf=_shelf(chat))
+        with closing(check(self.replies, chat)) as lines:
+            for line in lines:
+                reply.notices = [*(notice for notice in reply.notices if not notice.startswith(PREFIX)), line]
+                if not self.tabs.shows(tab, chat):
+                    return
+                yield self._frame(chat, shelf=_shelf(chat))
 
     def clear(self, request: gr.Request) -> Frame:
         """Begin a new chat; the old one stays on the shelf."""
@@ -183,9 +188,9 @@ class ChatHandlers:
         return [row for message in chat.messages for row in show(message)], box, panel, meter, shelf
 
     def _meter(self, chat: Chat) -> str:
-        if chat.conversation is None:
+        if chat.finished is None:
             return ""
-        used, limit = len(chat.conversation.token_ids), self.engine.target.context_limit
+        used, limit = len(chat.finished.prompt.token_ids) + len(chat.finished.token_ids), self.engine.target.context_limit
         share = min(100 * used / limit, 100)
         return (
             f'<div role="meter" aria-label="context used" aria-valuemin="0" aria-valuemax="{limit}" aria-valuenow="{used}">'
@@ -226,7 +231,7 @@ def _plain(value: Any) -> str:
 
 
 def _tab(request: gr.Request) -> str:
-    return request.session_hash or "no session"
+    return request.session_hash or secrets.token_hex(16)  # who has no session shares nothing with anybody
 
 
 def _shelf(chat: Chat | None) -> str:

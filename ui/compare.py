@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from specdec.audit import audit
 from specdec.prompt import Prompt
 from specdec.request import Decoding
 from specdec.text import token_texts
+from ui.errors import explain
+from ui.limits import Clock, LimitError
 from ui.pump import Pump
-from ui.replies import Replies, Waiting, decode, explain, fit
+from ui.replies import Replies, Waiting
 from ui.settings import Settings
 from ui.trace import Json, Recorder
 from ui.turns import GaveUp
@@ -55,6 +56,7 @@ class Comparisons:
     def run(self, tab: str, text: str, decodings: Sequence[str], settings: Settings) -> Iterator[str]:
         """Compare ``decodings`` on one prompt; yields payloads for the page's race."""
         self.stop(tab)
+        settings = self._replies.limits.settings(settings)
         stop = self._stops[tab] = threading.Event()
         lanes = [Lane(decoding, self._recorder(text, decoding, settings)) for decoding in LANES if decoding in decodings]
         if not text.strip() or len(lanes) < 2:
@@ -97,16 +99,18 @@ class Comparisons:
         self, text: str, lanes: list[Lane], settings: Settings, stop: threading.Event, put: Callable[[Any], None]
     ) -> None:
         """Decode lane after lane (in the engine's thread); puts the lane at each of its steps, and last the agreement."""
+        replies, decoder = self._replies, self._replies.decoder
         messages = [{"role": "system", "content": settings.system_prompt}] if settings.system_prompt else []
 
         def work() -> None:
-            engine = self._replies.engine
-            prompt = fit(engine, [*messages, {"role": "user", "content": text}], settings.max_tokens)
+            prompt = replies.fit([*messages, {"role": "user", "content": text}], settings.max_tokens)
             for lane in lanes:
-                chosen = replace(settings, decoding=lane.decoding)
-                for step in decode(engine, engine.conversation(remember=False), prompt, chosen, stop.is_set, details=True):
+                chosen, clock = replace(settings, decoding=lane.decoding), Clock(stop, replies.limits.seconds)
+                for step in decoder.steps(decoder.conversation(remember=False), prompt, chosen, clock.ends, details=True):
                     lane.recorder.add(step)
                     put(lane)
+                if clock.late:
+                    raise LimitError(f"this page's limit is {replies.limits.seconds:.0f} seconds a lane: ask for fewer tokens")
             if not stop.is_set():
                 put(self._agreement(prompt, lanes, settings))
 
@@ -123,7 +127,7 @@ class Comparisons:
             position = next((i for i, (a, b) in enumerate(zip(reference, token_ids, strict=False)) if a != b), None)
             if position is None:  # one ends where the other goes on
                 position = min(len(reference), len(token_ids)) - 1
-            report = audit(self._replies.engine, prompt, reference[: position + 1], **settings.arguments())
+            report = self._replies.decoder.audit(prompt, tuple(reference[: position + 1]), settings, lambda: False)
             return {
                 "same": False,
                 "lanes": [lanes[0].decoding, lane.decoding],

@@ -76,7 +76,7 @@ class Models:
         if self._keeper is not None:
             self._keeper.save()
         self._tabs.cool()
-        self._replies.engine = engine
+        self._replies.decoder.engine = engine
         gc.unfreeze()  # the app froze what it started with
         gc.collect()
         gc.freeze()

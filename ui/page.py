@@ -12,6 +12,7 @@ from gradio.events import api
 
 from specdec.engine import SpeculativeEngine
 from ui.chat import ChatHandlers
+from ui.limits import PRIVATE, Limits
 from ui.look import FAVICON, TITLE
 from ui.memory import MemorySection
 from ui.models import Models, ModelSection
@@ -47,14 +48,18 @@ class _ChatParts:
 
 
 def build(
-    engine: SpeculativeEngine, study: bool = False, memory: bool = False, loading: Mapping[str, Any] | None = None
+    engine: SpeculativeEngine,
+    study: bool = False,
+    memory: bool = False,
+    loading: Mapping[str, Any] | None = None,
+    limits: Limits = PRIVATE,
 ) -> gr.Blocks:
     """The whole page around one engine; with ``study`` it learns about its model while nobody waits for a reply.
 
     For a page that one person uses: with ``memory`` it remembers across chats, and has a switch for that; with ``loading``
-    (arguments of `specdec.loading.load`) another model can be chosen.
+    (arguments of `specdec.loading.load`) another model can be chosen. ``limits``: of each reply.
     """
-    handlers = ChatHandlers(engine, memory)
+    handlers = ChatHandlers(engine, memory, limits)
     if handlers.keeper is not None:
         handlers.keeper.start()
     if study:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextvars import copy_context
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -23,7 +24,7 @@ _END = object()
 
 
 class Pump(Generic[T]):
-    """Runs ``produce(put)`` in a thread of its own and hands out what it puts, in batches.
+    """Runs ``produce(put)`` in a thread of its own and the caller's context, and hands out what it puts, in batches.
 
     An exception in ``produce`` is raised again from `batches`, after everything put before it.
     """
@@ -31,7 +32,7 @@ class Pump(Generic[T]):
     def __init__(self, produce: Callable[[Callable[[T], None]], None]) -> None:
         self._items: SimpleQueue[Any] = SimpleQueue()
         self._error: Exception | None = None
-        threading.Thread(target=self._run, args=(produce,), daemon=True, name="pump").start()
+        threading.Thread(target=copy_context().run, args=(self._run, produce), daemon=True, name="pump").start()
 
     def batches(self) -> Iterator[list[T]]:
         """Everything put since the last batch, until the producer is done."""

@@ -1,28 +1,25 @@
-"""Replies: from a chat and its settings to a reply that grows.
-
-One engine serves every tab, one reply at a time. `decode` is the whole way into the engine, with plain arguments and
-steps coming out.
-"""
+"""Replies: from a chat and its settings to a reply that grows. One engine serves every tab, one reply at a time."""
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from specdec.engine import Conversation, SpeculativeEngine
+from specdec.engine import SpeculativeEngine
 from specdec.prompt import Prompt, PromptError, encode
-from specdec.request import RequestError
 from specdec.stats import Stats
 from specdec.step import Step
 from ui.chats import Chat, Finished, Writing
+from ui.decoder import Decoder
+from ui.errors import explain
+from ui.limits import PRIVATE, Clock, LimitError, Limits
 from ui.pump import Pump
 from ui.settings import Settings
+from ui.space import ON_ZEROGPU
 from ui.turns import GaveUp, Turns
-
-log = logging.getLogger(__name__)
+from ui.zerogpu import LentDecoder
 
 _ENDINGS = {
     "length": "reached the limit of {max_tokens} tokens",
@@ -45,32 +42,35 @@ class Reading:
     prompt: Prompt
 
 
-def fit(engine: SpeculativeEngine, messages: Sequence[Mapping[str, str]], max_tokens: int) -> Prompt:
-    """``messages`` as a prompt, the oldest left out where they and a fair reply do not fit the context together."""
-    limit = engine.target.context_limit
-    return encode(engine.tokenizer, messages, limit - min(max_tokens, limit // 4))
-
-
-def decode(
-    engine: SpeculativeEngine,
-    conversation: Conversation | None,
-    prompt: Prompt,
-    settings: Settings,
-    cancelled: Callable[[], bool],
-    details: bool,
-) -> Iterator[Step]:
-    """The steps of a reply to ``prompt``; ``details`` for somebody who watches."""
-    return engine.stream(prompt, conversation=conversation, cancelled=cancelled, details=details, **settings.arguments())
-
-
 class Replies:
-    """Writes replies into chats."""
+    """Writes replies into chats, each within ``limits``."""
 
-    def __init__(self, engine: SpeculativeEngine) -> None:
-        self.engine = engine
+    def __init__(self, engine: SpeculativeEngine, limits: Limits = PRIVATE) -> None:
+        self.limits = limits
+        self.decoder = LentDecoder(engine) if ON_ZEROGPU else Decoder(engine)
         self.turns = Turns()
         self.noted: Callable[[Chat, Settings, Stats], None] = lambda chat, settings, stats: None
         """Hears the figures of every reply."""
+
+    @property
+    def engine(self) -> SpeculativeEngine:
+        """The engine in use; `ui.models` may exchange it."""
+        return self.decoder.engine
+
+    def fit(self, messages: Sequence[Mapping[str, str]], max_tokens: int) -> Prompt:
+        """``messages`` as a prompt, the oldest left out where they and a fair reply do not fit the context together.
+
+        Raises PromptError, or LimitError where it is this page that reads no more.
+        """
+        context, limits = self.engine.target.context_limit, self.limits
+        room = context - min(max_tokens, context // 4)
+        if limits.prompt_tokens >= room:
+            return encode(self.engine.tokenizer, messages, room)
+        limits.check(messages[0], messages[-1])
+        try:
+            return encode(self.engine.tokenizer, messages, limits.prompt_tokens)
+        except PromptError as error:
+            raise LimitError(limits.too_long()) from error
 
     def write(self, chat: Chat, writing: Writing, settings: Settings, details: bool) -> Generator[list[Step], None, None]:
         """Let the reply that `Chat.ask` began grow.
@@ -79,13 +79,15 @@ class Replies:
         itself, by `Writing.stop`, by an error or because nobody listens any more, the reply stays in the chat and says so.
         """
         reply, stop = writing.reply, writing.stop
+        asked, settings = settings, self.limits.settings(settings)
+        clock = Clock(stop, self.limits.seconds)
         messages = chat.prompt(settings.system_prompt)
         stats = Stats()
         token_ids: list[int] = []
         prompt: Prompt | None = None
         step: Step | None = None
         try:
-            for events in self._events(chat, messages, settings, stop, details):
+            for events in self._events(chat, messages, settings, stop, clock, details):
                 steps = [event for event in events if isinstance(event, Step)]
                 for event in events:
                     match event:
@@ -94,7 +96,7 @@ class Replies:
                         case Reading():
                             prompt = event.prompt
                             reply.footer = f"reading {len(prompt.token_ids):,} tokens"
-                            reply.notices = _trimmed(prompt)
+                            reply.notices = self._trimmed(prompt)
                 for step in steps:
                     stats.add(step)
                     token_ids += step.token_ids
@@ -112,21 +114,37 @@ class Replies:
             self.noted(chat, settings, stats)
             if reply.state == "writing":
                 reply.state = "stopped"
-            reason = "cancelled" if step is None or step.finish_reason is None else step.finish_reason
-            ending = "" if reply.state == "failed" else _ENDINGS.get(reason, "").format(max_tokens=settings.max_tokens)
+            ending = "" if reply.state == "failed" else self._ending(step, asked, clock.late)
             reply.footer = " · ".join(filter(None, [figures(stats, settings), ending]))
             if prompt is not None and token_ids and chat.writing is writing:
                 chat.finished = Finished(prompt, tuple(token_ids), settings)
 
+    def _ending(self, step: Step | None, asked: Settings, late: bool) -> str:
+        """Why a reply ended whose last step was ``step``; empty if it said all."""
+        reason = "cancelled" if step is None or step.finish_reason is None else step.finish_reason
+        if reason == "cancelled" and late:
+            return f"stopped: this page's limit is {self.limits.seconds:.0f} seconds"
+        if reason == "length" and asked.max_tokens > self.limits.reply_tokens:
+            return f"this page's limit is {self.limits.reply_tokens:,} tokens"
+        return _ENDINGS.get(reason, "").format(max_tokens=asked.max_tokens)
+
+    def _trimmed(self, prompt: Prompt) -> list[str]:
+        if not prompt.trimmed:
+            return []
+        what = "message was" if prompt.trimmed == 1 else f"{prompt.trimmed} messages were"
+        limited = self.limits.prompt_tokens < self.engine.target.context_limit
+        why = f"this page reads at most {self.limits.prompt_tokens:,} tokens" if limited else "context full"
+        return [f"{why}: the oldest {what} left out"]
+
     def _events(
-        self, chat: Chat, messages: list[dict[str, str]], settings: Settings, stop: threading.Event, details: bool
+        self, chat: Chat, messages: list[dict[str, str]], settings: Settings, stop: threading.Event, clock: Clock, details: bool
     ) -> Iterator[list[Waiting | Reading | Step]]:
         def produce(put: Callable[[Waiting | Reading | Step], None]) -> None:
             def work() -> None:
-                prompt = fit(self.engine, messages, settings.max_tokens)
+                prompt = self.fit(messages, settings.max_tokens)
                 put(Reading(prompt))
-                chat.conversation = chat.conversation or self.engine.conversation()
-                for step in decode(self.engine, chat.conversation, prompt, settings, stop.is_set, details):
+                chat.conversation = chat.conversation or self.decoder.conversation()
+                for step in self.decoder.steps(chat.conversation, prompt, settings, clock.ends, details):
                     put(step)
 
             with suppress(GaveUp):
@@ -143,19 +161,3 @@ def figures(stats: Stats, settings: Settings) -> str:
     if settings.decoding != "plain":
         parts += [f"{stats.tokens_per_pass:.1f} tokens/pass", f"{stats.speedup:.1f}x plain"]
     return " · ".join(parts)
-
-
-def explain(error: Exception) -> str:
-    """One line about what went wrong; what is not the user's to put right goes to the log in full."""
-    line = " ".join(str(error).split())[:300]
-    if isinstance(error, PromptError | RequestError):
-        return line[:1].upper() + line[1:]
-    log.error("a reply failed", exc_info=error)
-    return f"The engine failed ({type(error).__name__}: {line}). The chat goes on: try again, or change the settings."
-
-
-def _trimmed(prompt: Prompt) -> list[str]:
-    if not prompt.trimmed:
-        return []
-    what = "message was" if prompt.trimmed == 1 else f"{prompt.trimmed} messages were"
-    return [f"context full: the oldest {what} left out"]

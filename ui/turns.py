@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from typing import TypeVar
 
 import torch
@@ -49,9 +50,9 @@ class Turns:
         return not self._line
 
     def run(self, work: Callable[[], T], cancelled: Callable[[], bool], waiting: Callable[[int], None]) -> T:
-        """Wait for one's turn as in `turn`, then do ``work`` in the engine's thread; what it returns."""
+        """Wait for one's turn as in `turn`, then do ``work`` in the engine's thread and this context; what it returns."""
         with self.turn(cancelled, waiting):
-            return ENGINE_THREAD.submit(work).result()
+            return ENGINE_THREAD.submit(copy_context().run, work).result()
 
     @contextmanager
     def turn(self, cancelled: Callable[[], bool], waiting: Callable[[int], None]) -> Iterator[None]:

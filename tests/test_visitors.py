@@ -1,0 +1,219 @@
+"""Several visitors on one page: a fair queue, limits that say so, and nobody sees another's text."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import gradio as gr
+import pytest
+from browser import served
+from toys import ARCHITECTURES, tiny_engine, tiny_model, tokenizer
+
+import app
+from specdec.engine import SpeculativeEngine
+from ui.chat import ChatHandlers, Frame
+from ui.limits import PRIVATE, PUBLIC, Limits
+from ui.page import build
+from ui.settings import MAX_TOKENS, Settings
+
+VALUES = ("tree", "auto", 0, 1, 0, 40, "")
+LONG = ("tree", "auto", 0, 1, 0, 110, "")
+SHORT = ("tree", "auto", 0, 1, 0, 8, "")
+
+
+@pytest.fixture
+def slow() -> ChatHandlers:
+    """Over an engine whose every pass takes a while."""
+    engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer())
+    verify = engine.target.verify
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(0.05)
+        return verify(*arguments)
+
+    engine.target.verify = slowly  # type: ignore[method-assign]
+    return ChatHandlers(engine)
+
+
+def visitor(name: str) -> gr.Request:
+    return gr.Request(session_hash=name)
+
+
+def footer(handlers: ChatHandlers, name: str) -> str:
+    return handlers.tabs.chat(name).messages[1].footer
+
+
+def begin(handlers: ChatHandlers, name: str) -> Iterator[Frame]:
+    """The frames of a visitor's reply that has begun."""
+    frames = handlers.send("question", visitor(name), *LONG)
+    next(frames)
+    while not handlers.tabs.chat(name).messages[1].text:
+        next(frames)
+    return frames
+
+
+def wait(frames: Iterator[Frame], handlers: ChatHandlers, name: str, place: str) -> None:
+    """Take frames until the reply's footer tells ``place``."""
+    end = time.monotonic() + 5
+    next(frames)
+    while footer(handlers, name) != place:
+        assert time.monotonic() < end, footer(handlers, name)
+        next(frames)
+
+
+def test_who_waits_sees_the_place_and_who_leaves_frees_theirs(slow: ChatHandlers) -> None:
+    first = begin(slow, "a")
+    second, third = (slow.send("question", visitor(name), *SHORT) for name in "bc")
+    wait(second, slow, "b", "waiting for 1 other reply")
+    wait(third, slow, "c", "waiting for 2 other replies")
+    second.close()  # type: ignore[attr-defined]  # what Gradio does when the tab closes
+    slow.leave(visitor("b"))
+    wait(third, slow, "c", "waiting for 1 other reply")
+    slow.stop(visitor("a"))
+    list(first)
+    list(third)
+    assert slow.tabs.chat("c").messages[1].state == "done"
+    assert slow.replies.turns.idle
+
+
+def test_an_audit_waits_visibly_and_frees_its_place_when_its_visitor_leaves(slow: ChatHandlers) -> None:
+    list(slow.send("question", visitor("b"), *SHORT))
+    first = begin(slow, "a")
+    audit = slow.audit(visitor("b"))
+    notices = slow.tabs.chat("b").messages[1].notices
+    while not (notices and notices[-1] == "audit: waiting for 1 other reply"):
+        next(audit)
+        notices = slow.tabs.chat("b").messages[1].notices
+    audit.close()  # type: ignore[attr-defined]
+    end = time.monotonic() + 5
+    while len(slow.replies.turns._line) > 1 and time.monotonic() < end:
+        time.sleep(0.02)
+    assert len(slow.replies.turns._line) == 1
+    slow.stop(visitor("a"))
+    list(first)
+
+
+def test_the_engine_is_never_entered_twice(slow: ChatHandlers) -> None:
+    inside, most = [0], [0]
+    stream = slow.engine.stream
+
+    def watched(*arguments: Any, **named: Any) -> Any:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        yield from stream(*arguments, **named)
+        inside[0] -= 1
+
+    slow.engine.stream = watched  # type: ignore[method-assign]
+    threads = [threading.Thread(target=lambda n=name: list(slow.send("question", visitor(n), *SHORT))) for name in "abcd"]
+    settings = Settings.read(*SHORT)
+    threads.append(threading.Thread(target=lambda: list(slow.comparisons.run("e", "question", ["plain", "tree"], settings))))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1]
+
+
+def test_no_visitor_sees_anothers_text(slow: ChatHandlers) -> None:
+    secrets = {"a": "raspberry", "b": "platypus"}
+    seen: dict[str, str] = {}
+
+    def chat(name: str) -> None:
+        frames = [*slow.send(secrets[name], visitor(name), *SHORT), *slow.send("and then", visitor(name), *SHORT)]
+        seen[name] = repr(frames)
+
+    threads = [threading.Thread(target=chat, args=(name,)) for name in secrets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert secrets["a"] in seen["a"]
+    assert secrets["b"] not in seen["a"]
+    assert secrets["b"] in seen["b"]
+    assert secrets["a"] not in seen["b"]
+
+
+def test_clients_without_a_session_share_nothing() -> None:
+    with served(build(tiny_engine())) as url:
+        first, second = (_call(url, "the cat sat on the mat") for _ in range(2))
+    assert first == second, "the second one would have read the first one's conversation"
+
+
+def _call(url: str, message: str) -> str:
+    """The last line of a reply to ``message``, asked over plain HTTP."""
+    data = json.dumps({"data": [message, "", 40]}).encode()
+    request = urllib.request.Request(f"{url}gradio_api/call/chat", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as answer:
+        event = json.load(answer)["event_id"]
+    with urllib.request.urlopen(f"{url}gradio_api/call/chat/{event}") as stream:
+        return [line for line in stream.read().decode().splitlines() if line.startswith("data:")][-1]
+
+
+def limited(**limits: Any) -> tuple[ChatHandlers, Limits]:
+    most = Limits(**{"prompt_tokens": 10_000, "reply_tokens": 10_000, "seconds": math.inf} | limits)
+    return ChatHandlers(tiny_engine(), most), most
+
+
+def test_the_limit_of_a_reply_says_so() -> None:
+    handlers, _ = limited(reply_tokens=7)
+    list(handlers.send("the cat sat on the mat", visitor("a"), *VALUES))
+    assert "7 tok" in footer(handlers, "a")
+    assert "this page's limit is 7 tokens" in footer(handlers, "a")
+
+
+def test_the_limit_of_time_says_so(slow: ChatHandlers) -> None:
+    handlers = ChatHandlers(slow.engine, Limits(prompt_tokens=10_000, reply_tokens=10_000, seconds=0.3))
+    list(handlers.send("the cat sat on the mat", visitor("a"), "plain", *VALUES[1:]))
+    reply = handlers.tabs.chat("a").messages[1]
+    assert (reply.state, bool(reply.text)) == ("stopped", True)
+    assert reply.footer.endswith("stopped: this page's limit is 0 seconds")
+    *_, race = handlers.comparisons.run("a", "question", ["plain", "tree"], Settings.read(*VALUES))
+    assert "limit" in json.loads(race)["error"]
+
+
+@pytest.mark.parametrize("words", [40, 4000])
+def test_the_limit_of_a_prompt_says_so(words: int) -> None:
+    handlers, _ = limited(prompt_tokens=100)
+    list(handlers.send("word " * words, visitor("a"), *VALUES))
+    reply = handlers.tabs.chat("a").messages[1]
+    assert reply.state == "failed"
+    assert reply.notices[-1] == "This page reads at most 100 tokens at once: shorten the message"
+
+
+def test_a_conversation_beyond_the_limit_loses_its_oldest_messages_and_says_so() -> None:
+    handlers, _ = limited(prompt_tokens=100)
+    for text in ("one " * 9, "two " * 9, "three " * 9):
+        list(handlers.send(text, visitor("a"), *VALUES))
+    assert handlers.tabs.chat("a").messages[-1].notices[0].startswith("this page reads at most 100 tokens: the oldest")
+
+
+def test_nothing_is_limited_on_ones_own_machine() -> None:
+    settings = Settings(max_tokens=MAX_TOKENS)
+    assert PRIVATE.settings(settings) == settings
+    assert PUBLIC.settings(settings).max_tokens == PUBLIC.reply_tokens
+
+
+@pytest.mark.parametrize(("host", "limits"), [("127.0.0.1", PRIVATE), ("0.0.0.0", PUBLIC)])
+def test_a_host_open_to_the_network_is_limited(
+    monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int, host: str, limits: Limits
+) -> None:
+    class Built:
+        def launch(self, **_: Any) -> None:
+            pass
+
+    given: list[Limits] = []
+
+    def building(engine: Any, study: bool, limits: Limits) -> Built:
+        given.append(limits)
+        return Built()
+
+    monkeypatch.setattr(app, "build", building)
+    monkeypatch.setattr(app, "_engine", lambda options: tiny_engine())
+    assert app.main(["--host", host, "--port", str(unused_tcp_port), "--no-browser"]) == 0
+    assert given == [limits]

@@ -1,0 +1,39 @@
+"""Decoder: the whole way into the engine, with plain arguments going in, and steps or an audit coming out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from specdec.audit import Audit, audit
+from specdec.engine import Conversation, SpeculativeEngine
+from specdec.prompt import Prompt
+from specdec.step import Step
+from ui.settings import Settings
+
+
+class Decoder:
+    """Decodes in this process. ``engine`` may be exchanged between two replies."""
+
+    def __init__(self, engine: SpeculativeEngine) -> None:
+        self.engine = engine
+
+    def conversation(self, *, remember: bool = True) -> Conversation | None:
+        """A new conversation for `steps`, as the engine's; None where none outlives a reply."""
+        return self.engine.conversation(remember=remember)
+
+    def steps(
+        self,
+        conversation: Conversation | None,
+        prompt: Prompt,
+        settings: Settings,
+        cancelled: Callable[[], bool],
+        details: bool,
+    ) -> Iterator[Step]:
+        """The steps of a reply to ``prompt``; ``details`` for somebody who watches. Ends within a step of ``cancelled()``."""
+        return self.engine.stream(
+            prompt, conversation=conversation, cancelled=cancelled, details=details, **settings.arguments()
+        )
+
+    def audit(self, prompt: Prompt, token_ids: tuple[int, ...], settings: Settings, cancelled: Callable[[], bool]) -> Audit:
+        """What the target itself says about the reply ``token_ids``; of a part of it once ``cancelled()``."""
+        return audit(self.engine, prompt, token_ids, cancelled, **settings.arguments())

@@ -1,0 +1,25 @@
+"""Errors as one line for whoever sits before the page."""
+
+from __future__ import annotations
+
+import logging
+
+import gradio as gr
+
+from specdec.errors import MemoryFullError
+from specdec.prompt import PromptError
+from specdec.request import RequestError
+from ui.limits import LimitError
+
+log = logging.getLogger(__name__)
+
+
+def explain(error: Exception) -> str:
+    """One line about what went wrong; what is not the user's to put right goes to the log in full."""
+    if isinstance(error, gr.Error):  # from a Space's machinery, or explained already where it happened
+        return str(error.message) if error.title == "Error" else f"{error.title}: {error.message}. The chat goes on: try again."
+    line = " ".join(str(error).split())[:300]
+    if isinstance(error, MemoryFullError | PromptError | RequestError | LimitError):
+        return line[:1].upper() + line[1:]
+    log.error("a reply failed", exc_info=error)
+    return f"The engine failed ({type(error).__name__}: {line}). The chat goes on: try again, or change the settings."

@@ -1,0 +1,173 @@
+"""Decoding on ZeroGPU, where a GPU is there only in a forked child, for as long as one call of a `GPU` function takes.
+
+So what goes in and comes out is pickled, nothing that the child makes is left afterwards (each reply reads its prompt anew),
+and the child hears of Stop only when it yields: it yields every step, and while it reads.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import gradio as gr
+
+from specdec.audit import Audit, audit
+from specdec.cost import PassCost
+from specdec.embedded import Progress
+from specdec.engine import Conversation, SpeculativeEngine
+from specdec.loading import CUDA_DEFAULT
+from specdec.prompt import Prompt
+from specdec.step import Step
+from specdec.target import TargetModel
+from ui.decoder import Decoder
+from ui.errors import explain
+from ui.limits import PUBLIC
+from ui.settings import Settings
+from ui.space import GPU
+from ui.turns import GaveUp
+
+PULSE = 0.1
+"""Seconds after which the child yields even if there is nothing new."""
+_ARRIVAL = 6.0  # seconds: weights come to the GPU, a tree is checked, the pass cost is measured
+_READING = 1 / 2000  # seconds per token of the prompt, generously
+_PASS = 0.04  # seconds of a plain pass, until it is measured; a reply never takes more than one pass per token
+
+Put = Callable[[Any], None]
+
+
+def load(model: str | None, dtype: str, report: Progress) -> SpeculativeEngine:
+    """The engine, its weights promised to the GPU; call it on the main thread, before the page is launched.
+
+    It is checked on the CPU: only a child may compute on the GPU. Raises as `SpeculativeEngine`.
+    """
+    os.environ["TRANSFORMERS_SDPA_FORCE_GQA"] = "0"  # what a target sets that stays on the CPU
+    dtype = "bfloat16" if dtype == "auto" else dtype
+    engine = SpeculativeEngine(model or CUDA_DEFAULT, device="cpu", dtype=dtype, progress=report)
+    engine.model.to("cuda")
+    return engine
+
+
+def reply_seconds(prompt: Prompt, settings: Settings, details: bool, cost: PassCost | None) -> int:
+    """Seconds to ask a GPU for: as many as the reply takes if no draft comes true. Less asked is sooner got."""
+    plain = _PASS if cost is None else 1.5 * cost.plain
+    return math.ceil(_ARRIVAL + min(len(prompt.token_ids) * _READING + settings.max_tokens * plain, PUBLIC.seconds))
+
+
+def audit_seconds(prompt: Prompt, token_ids: tuple[int, ...], settings: Settings) -> int:
+    """Seconds to ask a GPU for: all is read, and each token of the reply is chosen again."""
+    return math.ceil(_ARRIVAL + (len(prompt.token_ids) + 10 * len(token_ids)) * _READING)
+
+
+class LentDecoder(Decoder):
+    """Decodes in children that have a GPU; make it before the page is launched, for they are forked from what is there then."""
+
+    def __init__(self, engine: SpeculativeEngine) -> None:
+        super().__init__(engine)
+        self._cost: PassCost | None = None
+        self._process = os.getpid()
+        self._lent_steps = GPU(duration=reply_seconds)(self._steps_there)
+        self._lent_audit = GPU(duration=audit_seconds)(self._audit_there)
+
+    def conversation(self, *, remember: bool = True) -> Conversation | None:
+        """None: its K/V would be gone with the child."""
+        return None
+
+    def steps(
+        self,
+        conversation: Conversation | None,
+        prompt: Prompt,
+        settings: Settings,
+        cancelled: Callable[[], bool],
+        details: bool,
+    ) -> Iterator[Step]:
+        """As `Decoder.steps`. A quota that is used up, or a child that died, is a gr.Error."""
+        with closing(self._lent_steps(prompt, settings, details, self._cost)) as items:
+            for item in items:
+                if isinstance(item, PassCost):
+                    self._cost = item
+                if isinstance(item, Step):
+                    yield item
+                if cancelled():
+                    return
+
+    def audit(self, prompt: Prompt, token_ids: tuple[int, ...], settings: Settings, cancelled: Callable[[], bool]) -> Audit:
+        """As `Decoder.audit`, but nothing of it once ``cancelled()``: raises GaveUp."""
+        report: Audit | None = None
+        with closing(self._lent_audit(prompt, token_ids, settings)) as items:
+            for item in items:
+                if item is not None:
+                    report = item
+                if cancelled():
+                    break
+        if report is None:
+            raise GaveUp
+        return report
+
+    def _steps_there(
+        self, prompt: Prompt, settings: Settings, details: bool, cost: PassCost | None
+    ) -> Iterator[PassCost | Step | None]:
+        def produce(put: Put, cancelled: Callable[[], bool]) -> None:
+            self._arrive()
+            known = cost
+            if known is None:
+                known = self.engine.target.measure_cost()
+                put(known)
+            self.engine.pass_cost = known
+            for step in self.engine.stream(prompt, cancelled=cancelled, details=details, **settings.arguments()):
+                put(step)
+
+        yield from _yielding(produce)
+
+    def _audit_there(self, prompt: Prompt, token_ids: tuple[int, ...], settings: Settings) -> Iterator[Audit | None]:
+        def produce(put: Put, cancelled: Callable[[], bool]) -> None:
+            self._arrive()
+            put(audit(self.engine, prompt, token_ids, cancelled, **settings.arguments()))
+
+        yield from _yielding(produce)
+
+    def _arrive(self) -> None:
+        """The weights are on the GPU now: once in each child, see the model afresh."""
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            self.engine.target = TargetModel(self.engine.model)
+
+
+def _yielding(produce: Callable[[Put, Callable[[], bool]], None]) -> Iterator[Any]:
+    """What ``produce(put, cancelled)`` puts, in a thread of its own, and None whenever there was nothing for a while.
+
+    Once closed, ``cancelled()`` is true, and nothing of it runs any more.
+    """
+    items: SimpleQueue[Any] = SimpleQueue()
+    stop = threading.Event()
+    end = object()
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            produce(items.put, stop.is_set)
+        except Exception as error:
+            errors.append(error)
+        finally:
+            items.put(end)
+
+    thread = threading.Thread(target=run, name="lent", daemon=True)
+    thread.start()
+    try:
+        while True:
+            try:
+                item = items.get(timeout=PULSE)
+            except Empty:
+                item = None
+            if item is end:
+                break
+            yield item
+    finally:
+        stop.set()
+        thread.join()
+    for error in errors:  # as text: of any other exception only the name would come through
+        raise gr.Error(explain(error), print_exception=False) from error

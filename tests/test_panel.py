@@ -243,6 +243,7 @@ def test_errors_notes_and_stops_are_shown(page: Page) -> None:
     expect(page.locator(".notice")).to_have_text("draft inactive: no room in the context")
     receive(page, feed.steps(list(random_steps(3, 4))[:2]), feed.end())
     expect(page.locator(".specdec .state")).to_have_text("stopped by you")
+    expect(page.get_by_label("Play", exact=True)).to_be_visible()
     receive(page, feed.error("the model ran out of memory"))
     expect(page.locator(".notice.error")).to_have_text("the model ran out of memory")
     receive(page, complaint("another line"))

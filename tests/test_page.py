@@ -133,7 +133,6 @@ def test_a_reply_streams_and_its_tree_is_drawn(page: Page) -> None:
     assert page.locator(".specdec-host").evaluate("host => host.kept === true"), "the panel was mounted anew"
 
 
-@pytest.mark.soak
 def test_no_task_of_the_main_thread_is_long_while_a_reply_streams(page: Page) -> None:
     page.wait_for_function("window.Plotly")
     limit(page, 60)
@@ -331,7 +330,6 @@ def test_light_and_dark_can_be_switched_and_stay(page: Page) -> None:
 
 def test_a_whole_visit_needs_no_mouse(page: Page) -> None:
     keyboard, title = page.keyboard, page.locator(".specdec h2").first
-    keyboard.press("/")
     expect(page.locator("#box textarea")).to_be_focused()
     tab_to(page, "#settings button")
     keyboard.press("Enter")

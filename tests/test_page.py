@@ -343,7 +343,7 @@ def test_a_whole_visit_needs_no_mouse(page: Page) -> None:
     tab_to(page, "#settings button", "Shift+Tab")
     keyboard.press("Enter")
     keyboard.press("/")
-    keyboard.type("Name five animals.")
+    keyboard.type(LONG)
     keyboard.press("Enter")
     wait_for_text(page)
     finish(page)

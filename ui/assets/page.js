@@ -27,7 +27,7 @@
   addEventListener("keydown", (event) => {
     const step = ARROWS[event.key];
     if (!step || event.target.type !== "radio") return;
-    const radios = [...event.target.closest("fieldset").querySelectorAll("[type=radio]")];
+    const radios = [...event.target.closest(".block").querySelectorAll("[type=radio]")];
     const next = radios[(radios.indexOf(event.target) + step + radios.length) % radios.length];
     event.preventDefault();
     next.focus();

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import io
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -53,10 +52,9 @@ class Screencast:
 
 def act(page: Page) -> None:
     """What happens in the film."""
-    page.locator("#box textarea").focus()
-    for word in re.findall(r"\S+\s*", PROMPT):
-        page.keyboard.insert_text(word)
-        page.wait_for_timeout(90)
+    page.wait_for_timeout(800)
+    page.locator("#box textarea").press_sequentially(PROMPT, delay=18)
+    page.wait_for_timeout(200)
     say_and_wait(page)
     page.wait_for_timeout(900)
     go_to_branching_step(page)
@@ -64,7 +62,7 @@ def act(page: Page) -> None:
     page.get_by_role("button", name="grow", exact=True).press("Enter")
     page.wait_for_timeout(4200)
     page.locator(".scrubber").press("ArrowRight")
-    page.wait_for_timeout(2400)
+    page.wait_for_timeout(4200)
 
 
 def say_and_wait(page: Page) -> None:

@@ -1,14 +1,22 @@
-"""A real Chromium for the tests, and a Gradio app that hosts what is to be tested."""
+"""A real Chromium for the tests, the app as a user starts it, and a Gradio app that hosts what is to be tested."""
 
 from __future__ import annotations
 
 import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
 from playwright.sync_api import Browser, Page, Playwright
+
+import app
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _ARGUMENTS = [
@@ -26,6 +34,31 @@ def launch_browser(playwright: Playwright) -> Browser:
     """An installed Chromium or Chrome, else Playwright's own. No browser at all is an error, never a skip."""
     found = next((path for name in _NAMES if (path := shutil.which(name))), None)
     return playwright.chromium.launch(executable_path=found, args=_ARGUMENTS)
+
+
+@contextmanager
+def running_app(*arguments: str) -> Iterator[str]:
+    """The address of the app, started with these arguments on a free local port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "app.py", "--no-browser", "--port", str(port), *arguments]
+    process = subprocess.Popen(command, cwd=Path(app.__file__).parent)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        end = time.monotonic() + 180
+        while True:
+            assert process.poll() is None, "the app ended"
+            assert time.monotonic() < end, "the app did not come up"
+            try:
+                urllib.request.urlopen(address, timeout=1).close()
+                break
+            except OSError:
+                time.sleep(0.2)
+        yield address
+    finally:
+        process.terminate()
+        process.wait(timeout=10)
 
 
 @contextmanager

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
-from browser import launch_browser, traced_tasks
+from axe_playwright_python.sync_playwright import Axe
+from browser import launch_browser, running_app, traced_tasks
 from playwright.sync_api import Browser, BrowserContext, Page, Request, expect, sync_playwright
-
-import app
 
 LIST = "List the months of the year, one a line, each with the number of its days."
 LONG = "Tell a very long story about a lighthouse keeper and the sea."
@@ -25,34 +20,8 @@ LONG = "Tell a very long story about a lighthouse keeper and the sea."
 @pytest.fixture(scope="session")
 def url() -> Iterator[str]:
     """The app, started as a user starts it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        sys.executable,
-        "app.py",
-        "--no-browser",
-        "--no-memory",
-        "--port",
-        str(port),
-        *os.environ.get("SPECDEC_TEST_APP", "").split(),
-    ]
-    process = subprocess.Popen(command, cwd=Path(app.__file__).parent)
-    address = f"http://127.0.0.1:{port}"
-    try:
-        end = time.monotonic() + 180
-        while True:
-            assert process.poll() is None, "the app ended"
-            assert time.monotonic() < end, "the app did not come up"
-            try:
-                urllib.request.urlopen(address, timeout=1).close()
-                break
-            except OSError:
-                time.sleep(0.2)
+    with running_app("--no-memory", *os.environ.get("SPECDEC_TEST_APP", "").split()) as address:
         yield address
-    finally:
-        process.terminate()
-        process.wait(timeout=10)
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +133,6 @@ def test_a_reply_streams_and_its_tree_is_drawn(page: Page) -> None:
     assert page.locator(".specdec-host").evaluate("host => host.kept === true"), "the panel was mounted anew"
 
 
-@pytest.mark.soak
 def test_no_task_of_the_main_thread_is_long_while_a_reply_streams(page: Page) -> None:
     page.wait_for_function("window.Plotly")
     limit(page, 60)
@@ -358,3 +326,110 @@ def test_light_and_dark_can_be_switched_and_stay(page: Page) -> None:
     page.reload()
     expect(page.locator("#box .submit-button")).to_be_visible()
     assert page.evaluate("document.body.classList.contains('dark')") is not dark
+
+
+def test_a_whole_visit_needs_no_mouse(page: Page) -> None:
+    keyboard, title = page.keyboard, page.locator(".specdec h2").first
+    expect(page.locator("#box textarea")).to_be_focused()
+    tab_to(page, "#settings button")
+    keyboard.press("Enter")
+    tab_to(page, "#decoding input")
+    keyboard.press("ArrowRight")
+    expect(page.get_by_label("linear").first).to_be_checked()
+    keyboard.press("ArrowLeft")
+    tab_to(page, "#max-tokens input")
+    keyboard.press("ControlOrMeta+a")
+    keyboard.type("40")
+    tab_to(page, "#settings button", "Shift+Tab")
+    keyboard.press("Enter")
+    keyboard.press("/")
+    keyboard.type(LONG)
+    keyboard.press("Enter")
+    wait_for_text(page)
+    finish(page)
+    assert figures(page).startswith("40 tok")
+    tab_to(page, "#audit")
+    keyboard.press("Enter")
+    expect(page.locator(".bot-row").last).to_contain_text("the target's own choice")
+    tab_to(page, ".specdec [data-node='0']")
+    expect(page.locator(".node-details")).to_contain_text("last committed token")
+    keyboard.press("ArrowRight")
+    expect(page.locator(".node-details")).to_contain_text("token id")
+    tab_to(page, ".specdec .beats button")
+    keyboard.press("Enter")
+    expect(page.locator(".specdec svg.tree").first).to_have_attribute("data-beat", re.compile("grow|verify|prune"))
+    tab_to(page, ".specdec .scrubber")
+    keyboard.press("Home")
+    expect(title).to_have_text("Step 1")
+    keyboard.press("End")
+    expect(title).not_to_have_text("Step 1")
+    keyboard.press("Home")
+    keyboard.press("Space")
+    expect(page.get_by_label("Pause")).to_be_visible()
+    keyboard.press("Space")
+    expect(page.get_by_label("Play", exact=True)).to_be_visible()
+    tab_to(page, ".specdec .menu summary", "Shift+Tab")
+    keyboard.press("Enter")
+    keyboard.press("Tab")
+    with page.expect_download():
+        keyboard.press("Enter")
+    tab_to(page, "#tabs [role=tab]:last-of-type", "Shift+Tab")
+    keyboard.press("Enter")
+    tab_to(page, "#compare-prompt textarea")
+    keyboard.press("ControlOrMeta+a")
+    keyboard.type("Name a colour.")
+    tab_to(page, "#compare-run")
+    keyboard.press("Enter")
+    expect(page.locator(".race-badge")).to_be_visible(timeout=60_000)
+    tab_to(page, ".race-play")
+    keyboard.press("Enter")
+    expect(page.locator(".race .lane.home")).to_have_count(3, timeout=30_000)
+
+
+def tab_to(page: Page, selector: str, key: str = "Tab") -> None:
+    """Press Tab until the focus is on what ``selector`` says."""
+    for _ in range(60):
+        if page.evaluate("selector => document.activeElement.matches(selector)", selector):
+            return
+        page.keyboard.press(key)
+    raise AssertionError(f"{selector} cannot be reached by {key}")
+
+
+@pytest.mark.parametrize(("theme", "width"), [("light", 1440), ("dark", 1440), ("light", 390)])
+def test_axe_finds_no_serious_violation(context: BrowserContext, url: str, theme: Literal["light", "dark"], width: int) -> None:
+    page = context.new_page()
+    page.emulate_media(color_scheme=theme, reduced_motion="reduce")
+    page.set_viewport_size({"width": width, "height": 844})
+    page.goto(url)
+    page.wait_for_function("window.Plotly && document.querySelector('.specdec-host')?.panel?.history.length > 0")
+    found = [("the start page", axe(page))]
+    limit(page, 24)
+    say(page, "Name a colour.")
+    finish(page)
+    page.locator("#settings button").first.click()
+    page.wait_for_timeout(500)
+    found.append(("a reply, with settings open", axe(page)))
+    page.locator(".menu summary").last.click()
+    found.append(("the panel's menu", axe(page)))
+    page.keyboard.press("Escape")
+    page.locator("#chats .toggle-button").click()
+    page.wait_for_timeout(500)
+    found.append(("the saved chats", axe(page)))
+    page.locator("#chats .toggle-button").click()
+    page.get_by_role("tab", name="Compare").click()
+    page.get_by_label("Max tokens").last.fill("16")
+    page.get_by_role("button", name="Run the comparison").click()
+    expect(page.locator(".race .lane.home")).to_have_count(3, timeout=60_000)
+    found.append(("a comparison", axe(page)))
+    assert [(where, violation) for where, violations in found for violation in violations] == []
+
+
+def axe(page: Page) -> list[str]:
+    """What axe-core calls serious or critical on the page as it is."""
+    violations = Axe().run(page).response["violations"]
+    return [
+        f"{violation['id']}: {node['target']} {node['failureSummary']}"
+        for violation in violations
+        if violation["impact"] in ("serious", "critical")
+        for node in violation["nodes"]
+    ]

@@ -243,6 +243,7 @@ def test_errors_notes_and_stops_are_shown(page: Page) -> None:
     expect(page.locator(".notice")).to_have_text("draft inactive: no room in the context")
     receive(page, feed.steps(list(random_steps(3, 4))[:2]), feed.end())
     expect(page.locator(".specdec .state")).to_have_text("stopped by you")
+    expect(page.get_by_label("Play", exact=True)).to_be_visible()
     receive(page, feed.error("the model ran out of memory"))
     expect(page.locator(".notice.error")).to_have_text("the model ran out of memory")
     receive(page, complaint("another line"))
@@ -304,16 +305,29 @@ def opens_from_disk(page: Page, file: Path) -> bool:
 
 def test_a_trace_can_be_opened_from_the_menu(page: Page, tmp_path: Path) -> None:
     (tmp_path / "reply.json").write_text(json.dumps(random_trace(7, nodes=4)))
-    (tmp_path / "other.json").write_text('{"format": "har"}')
-    for name in ("reply", "other"):
-        page.click(".menu summary")
-        with page.expect_file_chooser() as chooser:
-            page.click(".menu-list button:has-text('Open a trace')")
-        chooser.value.set_files(tmp_path / f"{name}.json")
-        if name == "reply":
-            page.wait_for_function("panel.history.length === 7")
-    expect(page.locator(".notice.error")).to_contain_text("This file cannot be opened: not a trace")
+    (tmp_path / "foreign.json").write_text('{"format": "har"}')
+    (tmp_path / "malformed.json").write_text(json.dumps(random_trace(7, nodes=4))[:-9])
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00\xd8" * 99)
+    with (tmp_path / "huge.json").open("wb") as huge:
+        huge.truncate(33 * 2**20)
+    open_file(page, tmp_path / "reply.json")
+    page.wait_for_function("panel.history.length === 7")
+    for name, message in (
+        ("foreign", 'This file cannot be opened: not a trace: "format" is not "specdec-trace"'),
+        ("malformed", "This file cannot be opened: not a trace: no valid JSON"),
+        ("huge", "huge.json is larger than 32 MB"),
+        ("binary", "This file cannot be opened: not a trace: no valid JSON"),
+    ):
+        open_file(page, tmp_path / f"{name}.json")
+        expect(page.locator(".notice.error")).to_have_text(message)
     assert page.evaluate("panel.history.length") == 7
+
+
+def open_file(page: Page, file: Path) -> None:
+    page.click(".menu summary")
+    with page.expect_file_chooser() as chooser:
+        page.click(".menu-list button:has-text('Open a trace')")
+    chooser.value.set_files(file)
 
 
 def test_nothing_sticks_out_on_a_phone(page: Page) -> None:
@@ -338,7 +352,6 @@ def test_two_thousand_steps_scrub_smoothly(page: Page) -> None:
     assert 0 < max(tasks) <= 100
 
 
-@pytest.mark.soak
 def test_a_live_reply_is_drawn_fast_enough_for_thirty_seconds(page: Page) -> None:
     page.wait_for_timeout(2000)
     before = page.evaluate("({ ...specdecPanel })")
@@ -354,3 +367,25 @@ def test_a_live_reply_is_drawn_fast_enough_for_thirty_seconds(page: Page) -> Non
     assert after["mounts"] == before["mounts"] == 1
     assert after["charts"] - before["charts"] <= 2.2 * 6 * seconds
     assert 0 < max(tasks) <= 100
+
+
+@pytest.mark.soak
+def test_five_minutes_of_replies_leave_nothing_behind(page: Page) -> None:
+    session = page.context.new_cdp_session(page)
+
+    def heap() -> float:
+        """Bytes that the page's scripts hold, after a reply of SECONDS."""
+        page.click("#stream")
+        page.wait_for_function("panel.history.label === 'live' && panel.history.state === 'streaming'")
+        page.wait_for_function("panel.history.state === 'ended'", timeout=240_000)
+        page.wait_for_timeout(1000)
+        session.send("HeapProfiler.collectGarbage")
+        return float(session.send("Runtime.getHeapUsage")["usedSize"])
+
+    mounts = page.evaluate("specdecPanel.mounts")
+    first = heap()
+    for _ in range(300 // SECONDS):
+        last = heap()
+    print(f"heap: {first / 1e6:.1f} MB after {SECONDS} s, {last / 1e6:.1f} MB after 5 minutes more ({last / first - 1:+.1%})")
+    assert last < 1.1 * first
+    assert page.evaluate("specdecPanel.mounts") == mounts

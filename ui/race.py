@@ -34,7 +34,7 @@ class CompareTab:
         with gr.Column(elem_id="compare"):
             gr.Markdown(_WHY, elem_id="compare-why")
             with gr.Row(elem_id="compare-prompts"):
-                ready = [(gr.Button(example.title, size="sm"), example) for example in EXAMPLES]
+                ready = [(gr.Button(f"{example.title}\n{example.expectation}"), example) for example in EXAMPLES]
             prompt = gr.Textbox(EXAMPLES[0].prompt, label="Prompt", lines=3, max_lines=8, elem_id="compare-prompt")
             with gr.Row(elem_id="compare-fields"):
                 lanes = gr.CheckboxGroup(list(LANES), value=list(LANES), label="Lanes", min_width=280)

@@ -1,4 +1,5 @@
-// Charts: Plotly on elements that stay. One chart a frame, each at most twice a second (once, live), none while it is out of sight.
+// Charts: Plotly on elements that stay. One chart a frame, each at most twice a second (once, live), none while it is out of sight;
+// but each once before that, while no reply streams: a first drawing is a chart's slowest.
 (() => {
   "use strict";
   const specdec = (window.specdec ??= {});
@@ -278,7 +279,8 @@
 
     #next(now = Infinity) {
       if (!this.history?.length) return undefined;
-      return this.charts.find((chart) => chart.inSight && now >= chart.due && chart.drawn !== this.#state(chart));
+      const wanted = (chart) => chart.inSight || (chart.drawn === null && !this.live);
+      return this.charts.find((chart) => wanted(chart) && now >= chart.due && chart.drawn !== this.#state(chart));
     }
 
     /** The shown step is marked while one looks back; at the newest step there is nothing to tell. */

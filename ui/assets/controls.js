@@ -147,6 +147,7 @@
       const button = element("button", { type: "button" }, text);
       button.addEventListener("click", () => {
         details.open = false;
+        details.querySelector("summary").focus();
         action();
       });
       list.append(button);

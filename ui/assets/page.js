@@ -22,6 +22,18 @@
     }
   });
 
+  // Gradio gives every radio button a name of its own, so that a browser's arrow keys find no group to move in.
+  const ARROWS = { ArrowDown: 1, ArrowRight: 1, ArrowUp: -1, ArrowLeft: -1 };
+  addEventListener("keydown", (event) => {
+    const step = ARROWS[event.key];
+    if (!step || event.target.type !== "radio") return;
+    const radios = [...event.target.closest(".block").querySelectorAll("[type=radio]")];
+    const next = radios[(radios.indexOf(event.target) + step + radios.length) % radios.length];
+    event.preventDefault();
+    next.focus();
+    next.click();
+  });
+
   /** Light or dark as chosen here, whatever Gradio or the system say. */
   function applyTheme() {
     const chosen = localStorage.getItem(THEME);

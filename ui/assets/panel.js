@@ -169,7 +169,13 @@
       if (shown) this.show(shown);
       else if (grown.run === this.history.run && grown !== this.history) this.#replaceHistory(grown);
       if (this.history === this.feed.live) this.playback.arrived(seconds());
+      if (!this.#isRunning) this.playback.live = false;
       this.schedule();
+    }
+
+    /** Whether a reply streams, be it the shown one or not. */
+    get #isRunning() {
+      return ["waiting", "streaming"].includes(this.feed.live?.state);
     }
 
     /** Show a history from its beginning (a live one: at its end, following it). */
@@ -194,7 +200,7 @@
     async showExample() {
       if (!this.assets.example) return;
       const example = await fetch(this.assets.example).then((reply) => reply.json());
-      if (this.feed.live?.state === "streaming") return;
+      if (this.#isRunning) return;
       this.receive(JSON.stringify({ trace: example, label: "recorded example" }));
       this.playback.goTo(this.history.records.findIndex((record) => record.token_ids.length >= 3));
       if (!window.matchMedia("(prefers-reduced-motion: reduce)").matches) this.playback.play(seconds());
@@ -307,13 +313,12 @@
 
     #drawState(record) {
       const { history, playback } = this;
-      const running = history === this.feed.live && ["waiting", "streaming"].includes(history.state);
-      const liveRun = ["waiting", "streaming"].includes(this.feed.live?.state);
+      const running = history === this.feed.live && this.#isRunning;
       const ended = history.error ? "failed" : (END_WORDS[history.finishReason] ?? "stopped");
       const label = history.label === "live" && !running ? ended : (history.label ?? "");
       if (this.state.textContent !== label) this.state.textContent = label;
       this.state.className = `state ${running ? "running" : ""} ${label ? "" : "empty"}`;
-      this.liveButton.hidden = !liveRun;
+      this.liveButton.hidden = !this.#isRunning;
       this.liveButton.setAttribute("aria-pressed", String(playback.live && running));
       const gap = history.missing ? `${words.counted(history.missing, "step")} did not reach this page.` : "";
       const inactive = record?.note ?? history.note;

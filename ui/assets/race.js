@@ -16,6 +16,7 @@
   }
 
   const seconds = (s) => `${s.toFixed(2)} s`;
+  const rate = (lane) => lane.figures.tokens_per_second;
 
   /** One lane: its steps with the moment each was done, and what is drawn of it. */
   class Lane {
@@ -56,13 +57,13 @@
       this.tree.clear();
     }
 
-    /** Draw the lane as it was `clock` seconds after its start. */
-    draw(clock) {
+    /** Draw the lane as it was `clock` seconds after its start; its bar is full when `length` seconds have passed. */
+    draw(clock, length) {
       if (this.shown >= 0 && this.ends[this.shown] > clock) this.reset();
       const before = this.shown;
       while (this.shown + 1 < this.steps.length && this.ends[this.shown + 1] <= clock)
         this.said.push(this.steps[++this.shown].text);
-      this.bar.style.width = `${(100 * Math.min(clock / this.total, 1)).toFixed(1)}%`;
+      this.bar.style.width = `${((100 * Math.min(clock, this.total)) / length).toFixed(1)}%`;
       this.host.classList.toggle("home", clock >= this.total);
       if (this.shown !== before || clock === 0) {
         const tokens = this.steps.slice(0, this.shown + 1).reduce((sum, step) => sum + step.token_ids.length, 0);
@@ -121,7 +122,7 @@
       this.clock = make("output", { className: "race-clock" });
       const why = make("span", { className: "note", textContent: "a replay of runs made one after the other" });
       this.result.replaceChildren(
-        this.headline(lanes),
+        this.headline(),
         this.badge(agreement),
         make("div", { className: "race-controls" }, play, speed, this.clock, why),
       );
@@ -131,22 +132,23 @@
 
     /** The finish: tokens per second of each lane against the plain one (else against the slowest). */
     award(lanes) {
-      const rate = (lane) => lane.figures.tokens_per_second;
+      this.best = lanes.reduce((a, b) => (rate(a) > rate(b) ? a : b));
       this.base = lanes.find((lane) => lane.decoding === "plain") ?? lanes.reduce((a, b) => (rate(a) < rate(b) ? a : b));
       for (const lane of lanes) {
         const { tokens_per_pass, passes_saved } = lane.figures;
         const times = lane === this.base ? "1.00× · the reference" : `${(rate(lane) / rate(this.base)).toFixed(2)}×`;
+        lane.host.classList.toggle("best", lane === this.best);
         lane.medal.textContent = `${times} · ${tokens_per_pass.toFixed(2)} tokens/pass · ${passes_saved} passes saved`;
       }
     }
 
-    headline(lanes) {
-      const rate = (lane) => lane.figures.tokens_per_second;
-      const best = lanes.reduce((a, b) => (rate(a) > rate(b) ? a : b));
+    headline() {
+      const { best, base } = this;
+      const name = best.decoding[0].toUpperCase() + best.decoding.slice(1);
       const text =
-        best === this.base
-          ? `On this prompt, ${this.base.decoding} was the fastest: drafting did not pay here.`
-          : `${best.decoding[0].toUpperCase()}${best.decoding.slice(1)} was ${(rate(best) / rate(this.base)).toFixed(2)} times as fast as ${this.base.decoding}, measured here.`;
+        best === base
+          ? `On this prompt, ${base.decoding} was the fastest: drafting did not pay here.`
+          : `${name} was ${(rate(best) / rate(base)).toFixed(2)} times as fast as ${base.decoding}, measured here.`;
       return make("h3", { className: "race-headline", textContent: text });
     }
 
@@ -168,7 +170,7 @@
         last = now;
         if (this.host.offsetParent !== null) {
           this.clock.textContent = seconds(clock);
-          for (const lane of this.lanes) lane.draw(clock);
+          for (const lane of this.lanes) lane.draw(clock, this.length);
         }
         if (clock < this.length) this.frame = requestAnimationFrame(tick);
       };

@@ -11,6 +11,8 @@
   const WIDEST = 132;
   const ROOMY = 100;
   const NARROWEST = 44;
+  const NARROWEST_NEAR = 60; // among the first NEAR columns, where branches part
+  const NEAR = 5;
   const LONGEST_LABEL = 110;
   const LONGEST_INNER = WIDEST - GAP - 14;
   const LABEL_FONT = "12.5px ui-monospace, 'SF Mono', SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
@@ -152,7 +154,8 @@
     /** The x of each depth: evenly spaced where the reply's deepest tree has room for that, else as close as labels allow. */
     #columns({ nodes, target }, labels) {
       const pitch = Math.min(WIDEST, (this.width - 2 * MARGIN) / (this.#deepest + 1));
-      const needed = Array(Math.max(target.depth, ...nodes.map(({ depth }) => depth)) + 1).fill(NARROWEST);
+      const length = Math.max(target.depth, ...nodes.map(({ depth }) => depth)) + 1;
+      const needed = Array.from({ length }, (_, depth) => (depth < NEAR ? NARROWEST_NEAR : NARROWEST));
       nodes.forEach(({ depth, endsRow }, i) => {
         if (!endsRow) needed[depth] = Math.max(needed[depth], labels[i].width + 14 + GAP);
       });

@@ -18,7 +18,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from specdec.devices import check_memory, choose_device, choose_dtype
+from specdec.devices import choose_device, choose_dtype, place_weights
 from specdec.errors import LoadError, first_line
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -65,7 +65,8 @@ def random_model(shape: str, device: str = "auto", dtype: str = "auto") -> tuple
     try:
         with torch.device("meta"):
             skeleton = auto.from_config(config)
-        check_memory(shape, sum(weight.numel() for weight in skeleton.parameters()), kind, place)
+        if place_weights(shape, sum(weight.numel() for weight in skeleton.parameters()), kind, place) == "auto":
+            raise LoadError(f"{shape} does not fit on one GPU, and is timed on one only: name a smaller shape.")
         torch.manual_seed(0)
         with place:
             model = auto.from_config(config, dtype=kind, attn_implementation="sdpa" if skeleton._supports_sdpa else "eager")

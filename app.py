@@ -129,7 +129,7 @@ def _serving(options: argparse.Namespace) -> dict[str, Any]:
         "share": False,
         "pwa": True,
         "quiet": True,
-        "max_file_size": "1mb",
+        "max_file_size": "1mb" if ON_SPACE or options.host not in LOCAL else "64mb",
     }
 
 

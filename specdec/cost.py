@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 """Nodes per pass (root included) at which the curve is measured."""
 
-_MEMORY = 0.05  # weight of one observed pass in the running correction
+_MEMORY = 0.05  # least weight of an observed pass in the running correction; the first ones weigh more, as in a mean
 
 
 class PassCost:
@@ -25,6 +25,7 @@ class PassCost:
         curve = np.array([seconds[int(width)] for width in self._widths])
         self._curve = np.maximum.accumulate(curve)  # a wider pass is never cheaper; what says so is noise
         self._factor = 1.0
+        self._observed = 0
 
     def seconds(self, width: int | NDArray[np.int64]) -> NDArray[np.float64]:
         """The present cost of passes of ``width`` nodes; linear beyond the widest measured."""
@@ -43,7 +44,8 @@ class PassCost:
     def observe(self, width: int, seconds: float) -> None:
         """Let one real pass correct the running factor (a pass over twice off is an outlier and counts as twice)."""
         ratio = np.clip(seconds / float(self.seconds(width)), 0.5, 2.0)
-        self._factor *= float(ratio) ** _MEMORY
+        self._observed += 1
+        self._factor *= float(ratio) ** max(1 / (self._observed + 1), _MEMORY)
 
     def best_width(self, scores: Sequence[float] | NDArray[np.float32], overhead: float = 0.0) -> int:
         """How many nodes (root included) to verify of a best-first tree with path probabilities ``scores``.

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
-from playwright.sync_api import Browser, Page, Playwright
+from playwright.sync_api import Browser, Page, Playwright, expect
 
 import app
 
+expect.set_options(timeout=20_000)  # a page is as slow as the machine that also runs the model
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _ARGUMENTS = [
     "--no-sandbox",

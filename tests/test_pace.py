@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,7 +22,7 @@ from ui.turns import ENGINE_THREAD, leave_a_core
 
 PROMPT = "Write a long text about the history of the lighthouse."
 TOKENS = 160
-ROUNDS = 3
+ROUNDS = 5
 
 
 class Meter:
@@ -48,43 +51,56 @@ class Meter:
             yield step
 
 
+def attached(url: str) -> None:
+    """Chat as a program does."""
+    client = Client(url, verbose=False)
+    client.predict(PROMPT, api_name="/chat")
+    client.close()
+
+
+def drawing(url: str) -> None:
+    """Chat as a person does who has opened the page and watches."""
+    with sync_playwright() as playwright:
+        browser = launch_browser(playwright)
+        page = browser.new_page(viewport={"width": 1440, "height": 900})
+        page.goto(url)
+        page.locator("#box textarea").fill(PROMPT)
+        page.wait_for_timeout(3000)  # the page has loaded and drawn its example
+        page.keyboard.press("Enter")
+        page.locator("#box .stop-button").wait_for()
+        page.locator("#box .submit-button").wait_for(timeout=120_000)
+        browser.close()
+
+
 @pytest.mark.soak
 def test_the_engine_keeps_its_pace_whoever_is_attached() -> None:
     ENGINE_THREAD.submit(leave_a_core).result()
     engine = ENGINE_THREAD.submit(SpeculativeEngine).result()
     meter = Meter(engine)
     messages = [{"role": "user", "content": PROMPT}]
-    with served(build(engine)) as url, sync_playwright() as playwright:
-        client = Client(url, verbose=False)
-        browser = launch_browser(playwright)
+    ENGINE_THREAD.submit(list, engine.stream(messages, do_sample=False)).result()  # what comes first is slow
+    gc.freeze()  # as the app does
+    elsewhere = ProcessPoolExecutor(
+        1, mp_context=multiprocessing.get_context("spawn")
+    )  # no program shares the engine's process
+    with served(build(engine)) as url, elsewhere:
 
         def nobody() -> None:
             ENGINE_THREAD.submit(list, engine.stream(messages, do_sample=False)).result()
 
-        def attached() -> None:
-            client.predict(PROMPT, api_name="/chat")
-            client.reset_session()
-
-        def drawing() -> None:
-            page = browser.new_page(viewport={"width": 1440, "height": 900})
-            page.goto(url)
-            page.locator("#box textarea").fill(PROMPT)
-            page.keyboard.press("Enter")
-            page.locator("#box .stop-button").wait_for()
-            page.locator("#box .submit-button").wait_for(timeout=120_000)
-            page.close()
-
-        ways: list[Callable[[], None]] = [nobody, attached, drawing]
-        rates: dict[str, list[float]] = {way.__name__: [] for way in ways}
-        beside: dict[str, list[float]] = {way.__name__: [] for way in ways}
-        for way in ways * ROUNDS:
-            way()
-            rates[way.__name__].append(meter.rate)
-            beside[way.__name__].append(round(meter.beside, 3))
-        browser.close()
-        client.close()
+        ways: dict[str, Callable[[], None]] = {
+            "nobody": nobody,
+            "attached": lambda: elsewhere.submit(attached, url).result(),
+            "drawing": lambda: elsewhere.submit(drawing, url).result(),
+        }
+        rates: dict[str, list[float]] = {name: [] for name in ways}
+        beside: dict[str, list[float]] = {name: [] for name in ways}
+        for name in list(ways) * ROUNDS:
+            ways[name]()
+            rates[name].append(round(meter.rate, 2))
+            beside[name].append(round(meter.beside, 3))
     medians = {name: statistics.median(values) for name, values in rates.items()}
     shares = {name: round(100 * rate / medians["nobody"], 1) for name, rate in medians.items()}
-    print(f"\ntokens/s: {medians}\nper cent of nobody attached: {shares}\nprocessor time beside the engine: {beside}")
+    print(f"\ntokens/s: {rates}\nper cent of nobody attached: {shares}\nprocessor time beside the engine: {beside}")
     assert shares["attached"] >= 97
     assert shares["drawing"] >= 90

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from functools import lru_cache
 from typing import Any
@@ -64,18 +64,18 @@ class ChatHandlers:
             "device": str(self.engine.target.device),
         }
 
-    def send(self, text: str, request: gr.Request, *settings: Any) -> Iterator[Frame]:
+    def send(self, text: str, request: gr.Request, *settings: Any) -> Generator[Frame, None, None]:
         """Answer a new message."""
         if text.strip():
             yield from self._ask(_tab(request), text, settings, box=_box(busy=True, value=""))
 
-    def retry(self, request: gr.Request, *settings: Any) -> Iterator[Frame]:
+    def retry(self, request: gr.Request, *settings: Any) -> Generator[Frame, None, None]:
         """Answer the last question again."""
         chat = self._chat(request)
         if chat.messages:
             yield from self._ask(_tab(request), chat.take_back(len(chat.messages)), settings)
 
-    def edit(self, data: gr.EditData, request: gr.Request, *settings: Any) -> Iterator[Frame]:
+    def edit(self, data: gr.EditData, request: gr.Request, *settings: Any) -> Generator[Frame, None, None]:
         """Answer a question that was changed; what followed it is gone."""
         chat = self._chat(request)
         owners = [number for number, message in enumerate(chat.messages) for _ in show(message)]
@@ -94,7 +94,7 @@ class ChatHandlers:
         """End the reply; what it has said stays."""
         self._chat(request).stop()
 
-    def audit(self, request: gr.Request) -> Iterator[Frame]:
+    def audit(self, request: gr.Request) -> Generator[Frame, None, None]:
         """Let the target check the last reply; how it stands, and at last the verdict, is written below it."""
         tab = _tab(request)
         chat = self.tabs.chat(tab)
@@ -155,7 +155,7 @@ class ChatHandlers:
             raise gr.Error(reply.notices[-1], print_exception=False)
         yield reply.text
 
-    def _ask(self, tab: str, text: str, values: tuple[Any, ...], box: Any = None) -> Iterator[Frame]:
+    def _ask(self, tab: str, text: str, values: tuple[Any, ...], box: Any = None) -> Generator[Frame, None, None]:
         """Answer ``text`` in the tab's chat, for as long as the tab shows it."""
         settings = Settings.read(*values)
         chat = self.tabs.chat(tab)

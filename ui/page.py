@@ -19,6 +19,7 @@ from ui.models import Models, ModelSection
 from ui.panel import live_panel
 from ui.prompts import EXAMPLES
 from ui.race import CompareTab
+from ui.relay import Relay
 from ui.settings import MAX_TOKENS, Settings
 from ui.shelf import shelf
 from ui.study import study_when_idle
@@ -77,8 +78,10 @@ def build(
                     panel = live_panel()
             with gr.Tab("Compare"):
                 CompareTab(handlers.comparisons)
-        _wire(handlers, parts, panel, saved, new)
+        relay = Relay()
+        _wire(handlers, relay, parts, panel, saved, new)
         demo.unload(handlers.leave)
+        demo.unload(relay.leave)
         if loading is not None:  # the model may have been changed since the page was built
             demo.load(
                 lambda: _header(handlers.model_facts),
@@ -199,19 +202,23 @@ def _setting_fields() -> list[Any]:
     return [decoding, budget, temperature, top_p, seed, max_tokens, system_prompt]
 
 
-def _wire(handlers: ChatHandlers, parts: _ChatParts, panel: gr.HTML, saved: gr.HTML, new: gr.Button) -> None:
+def _wire(handlers: ChatHandlers, relay: Relay, parts: _ChatParts, panel: gr.HTML, saved: gr.HTML, new: gr.Button) -> None:
     chatbot, box, fields = parts.chatbot, parts.box, parts.settings
     frame = [chatbot, box, panel, parts.meter, saved]
     quick: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "queue": False}
     # The handlers queue for the engine themselves (`ui.turns`), so that a waiting page can say so.
-    reply: dict[str, Any] = {**quick, "queue": True, "concurrency_limit": None, "outputs": frame}
-    box.submit(handlers.send, [box, *fields], **reply)
-    for button, prompt in parts.examples:
-        button.click(handlers.send, [prompt, *fields], **reply)
-    chatbot.retry(handlers.retry, fields, **reply)
-    chatbot.edit(handlers.edit, fields, **reply)
+    slow: dict[str, Any] = {**quick, "queue": True, "concurrency_limit": None}
+    beginnings = [
+        box.submit(relay.begin(handlers.send), [box, *fields], frame, **quick),
+        *(button.click(relay.begin(handlers.send), [prompt, *fields], frame, **quick) for button, prompt in parts.examples),
+        chatbot.retry(relay.begin(handlers.retry), fields, frame, **quick),
+        chatbot.edit(relay.begin(handlers.edit), fields, frame, **quick),
+    ]
+    for begun in beginnings:
+        streamed = begun.success(relay.stream, None, [chatbot, panel], trigger_mode="multiple", **slow)
+        streamed.then(relay.finish, None, [box, parts.meter, saved], trigger_mode="multiple", **quick)
     chatbot.undo(handlers.undo, outputs=frame, **quick)
     box.stop(handlers.stop, **quick)
-    parts.audit.click(handlers.audit, outputs=frame, **{**quick, "queue": True, "concurrency_limit": None})
+    parts.audit.click(handlers.audit, outputs=frame, **slow)
     gr.on([chatbot.clear, new.click, saved.clear], handlers.clear, outputs=frame, **quick)
     saved.select(handlers.open, outputs=frame, **quick)

@@ -376,6 +376,7 @@ def test_a_whole_visit_needs_no_mouse(page: Page) -> None:
         keyboard.press("Enter")
     tab_to(page, "#tabs [role=tab]:last-of-type", "Shift+Tab")
     keyboard.press("Enter")
+    expect(page.locator("#compare-prompt textarea")).to_be_visible()
     tab_to(page, "#compare-prompt textarea")
     keyboard.press("ControlOrMeta+a")
     keyboard.type("Name a colour.")

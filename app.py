@@ -86,11 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # ZeroGPU gives weights to the GPU only from the main thread; elsewhere one thread does all the work (`ui.turns`)
         engine = _engine(options) if ON_ZEROGPU else ENGINE_THREAD.submit(_engine, options).result()
         public = ON_SPACE or options.host not in LOCAL
-        remember = not public if options.memory is None else options.memory
         page = build(
             engine,
             study=options.study and not ON_SPACE,
-            memory=remember and not ON_SPACE,
+            memory=_remembers(options),
             loading=None if public else _loading(options),
             limits=PUBLIC if public else PRIVATE,
         )
@@ -116,6 +115,12 @@ def _engine(options: argparse.Namespace) -> SpeculativeEngine:
 
 def _loading(options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in ("device", "dtype", "trust_remote_code")}
+
+
+def _remembers(options: argparse.Namespace) -> bool:
+    """Whether the page may remember across chats: not by itself where several people share it, and never on a Space."""
+    alone = options.host in LOCAL
+    return not ON_SPACE and (alone if options.memory is None else bool(options.memory))
 
 
 def _serving(options: argparse.Namespace) -> dict[str, Any]:

@@ -195,7 +195,7 @@ def test_where_several_people_share_the_page_nothing_is_remembered_unasked(argum
 
 
 def test_a_space_never_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPACE_ID", "someone/space")
+    monkeypatch.setattr(app, "ON_SPACE", True)
     assert app._remembers(app.parser().parse_args(["--memory"])) is False
 
 

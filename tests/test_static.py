@@ -187,7 +187,8 @@ def test_law_6_out_of_memory_ends_the_reply_in_one_line_and_the_conversation_goe
     path: str, monkeypatch: pytest.MonkeyPatch, short_buckets: None
 ) -> None:
     engine = replayed() if path == "replayed" else tiny_engine()
-    if engine.target._static is not None:  # forget what the measurement of the cost needed
+    assert engine.pass_cost  # measured now, not in the first reply
+    if engine.target._static is not None:  # forget what the measurement needed
         engine.target._static._home.slabs[:] = engine.target.new_cache().slabs
     chat = engine.conversation()
     resized, room = Slab.resized, [0]

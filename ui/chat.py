@@ -42,7 +42,7 @@ class ChatHandlers:
     With ``memory`` the engine remembers across chats, once `keeper` is started.
     """
 
-    def __init__(self, engine: SpeculativeEngine, memory: bool = False, limits: Limits = PRIVATE) -> None:
+    def __init__(self, engine: SpeculativeEngine, limits: Limits = PRIVATE, memory: bool = False) -> None:
         self.tabs = Tabs()
         self.replies = Replies(engine, limits)
         self.comparisons = Comparisons(self.replies)

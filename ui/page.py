@@ -60,7 +60,7 @@ def build(
     For a page that one person uses: with ``memory`` it remembers across chats, and has a switch for that; with ``loading``
     (arguments of `specdec.loading.load`) another model can be chosen. ``limits``: of each reply.
     """
-    handlers = ChatHandlers(engine, memory, limits)
+    handlers = ChatHandlers(engine, limits, memory)
     if handlers.keeper is not None:
         handlers.keeper.start()
     if study:

@@ -209,7 +209,7 @@ def test_a_host_open_to_the_network_is_limited(
 
     given: list[Limits] = []
 
-    def building(engine: Any, study: bool, limits: Limits) -> Built:
+    def building(engine: Any, limits: Limits, **_: Any) -> Built:
         given.append(limits)
         return Built()
 

@@ -28,7 +28,7 @@ def space(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     tokenizer().save_pretrained(folder)
     command = [sys.executable, "tests/zerogpu.py", str(folder)]
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | environment)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=os.environ | environment)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -91,15 +91,17 @@ def build(
                 queue=False,
             )
         api(handlers.api, api_name="chat", concurrency_limit=None)
-    _calm(demo)
+    _queue(demo)
     return demo  # type: ignore[no-any-return]
 
 
-def _calm(demo: gr.Blocks) -> None:
-    """Let Gradio's queue look for work 20 times a second, as it does on Windows, instead of 1000 times.
+def _queue(demo: gr.Blocks) -> None:
+    """Gradio's queue: who waits does so in `ui.turns`, so on ZeroGPU, too, it holds more than one event.
 
-    Each look takes the interpreter lock away from the engine's thread.
+    It looks for work 20 times a second, as it does on Windows, instead of 1000 times: each look takes the interpreter lock away
+    from the engine's thread.
     """
+    demo._queue.max_size = 1000
     demo._queue.sleep_when_free = 0.05
     demo._queue.progress_update_sleep_when_free = 0.1
 

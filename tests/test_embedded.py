@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specdec.benchmark.questions import load_questions
-from specdec.engine import SpeculativeEngine
+from specdec.engine import Conversation, SpeculativeEngine
 from specdec.speculators.memory import Memory
 from specdec.stats import Stats
 
@@ -21,30 +21,38 @@ def engine() -> SpeculativeEngine:
     return SpeculativeEngine(dtype="float32")
 
 
-def ids(engine: SpeculativeEngine, prompt: str, **arguments: Any) -> list[int]:
-    steps = engine.stream([{"role": "user", "content": prompt[-1200:]}], max_new_tokens=TOKENS, **arguments)
+@pytest.fixture(scope="module", params=PROMPTS, ids=range(len(PROMPTS)))
+def chat(engine: SpeculativeEngine, request: pytest.FixtureRequest) -> tuple[list[dict[str, str]], Conversation]:
+    """A prompt, and the conversation in which it is answered again and again: it is read once."""
+    return [{"role": "user", "content": request.param[-1200:]}], engine.conversation()
+
+
+def ids(engine: SpeculativeEngine, chat: tuple[list[dict[str, str]], Conversation], **arguments: Any) -> list[int]:
+    messages, conversation = chat
+    steps = engine.stream(messages, conversation=conversation, max_new_tokens=TOKENS, **arguments)
     return [token for step in steps for token in step.token_ids]
 
 
-@pytest.mark.parametrize("prompt", PROMPTS, ids=range(len(PROMPTS)))
-def test_greedy_tree_linear_plain_and_transformers_agree(engine: SpeculativeEngine, prompt: str) -> None:
-    messages = [{"role": "user", "content": prompt[-1200:]}]
-    tokens = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+def test_greedy_tree_linear_plain_and_transformers_agree(
+    engine: SpeculativeEngine, chat: tuple[list[dict[str, str]], Conversation]
+) -> None:
+    tokens = engine.tokenizer.apply_chat_template(chat[0], add_generation_prompt=True, return_dict=False)
     output = engine.model.generate(
         torch.tensor([tokens]), attention_mask=torch.ones(1, len(tokens)), do_sample=False, max_new_tokens=TOKENS
     )
     reference = output[0, len(tokens) :].tolist()
     for decoding in ("plain", "linear", "tree"):
-        assert ids(engine, prompt, decoding=decoding, budget=16 if decoding != "plain" else 0) == reference
+        assert ids(engine, chat, decoding=decoding, budget=16 if decoding != "plain" else 0) == reference
 
 
 @pytest.mark.parametrize("temperature", [0.5, 0.8, 1.2])
-@pytest.mark.parametrize("prompt", PROMPTS, ids=range(len(PROMPTS)))
-def test_sampled_tree_linear_and_plain_agree(engine: SpeculativeEngine, prompt: str, temperature: float) -> None:
+def test_sampled_tree_linear_and_plain_agree(
+    engine: SpeculativeEngine, chat: tuple[list[dict[str, str]], Conversation], temperature: float
+) -> None:
     arguments: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_p": 0.95, "seed": 5}
-    plain = ids(engine, prompt, decoding="plain", **arguments)
+    plain = ids(engine, chat, decoding="plain", **arguments)
     for decoding in ("linear", "tree"):
-        assert ids(engine, prompt, decoding=decoding, budget=16, **arguments) == plain
+        assert ids(engine, chat, decoding=decoding, budget=16, **arguments) == plain
 
 
 def test_a_copy_heavy_prompt_gains_at_least_half_again_in_wall_clock() -> None:

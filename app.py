@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-gc.disable()  # until all is loaded: what a start makes stays, and looking for garbage in it takes a second
+gc.disable()  # what imports make stays, and looking for garbage among it takes a second
 
 from ui.space import ON_SPACE, ON_ZEROGPU
 
@@ -27,6 +27,8 @@ from ui.look import TITLE, look
 from ui.models import chat_engine
 from ui.page import build
 from ui.turns import ENGINE_THREAD, leave_a_core
+
+gc.enable()
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -96,8 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not ON_ZEROGPU:
             ENGINE_THREAD.submit(getattr, engine, "pass_cost")  # measured while the page opens; a reply waits for it
         del engine  # the page may exchange it for another
-        gc.freeze()
-        gc.enable()
+        gc.freeze()  # nor is there any among what stays from here on
         _say("ready" if ON_SPACE else f"ready at http://{options.host}:{options.port} (Ctrl+C ends it)")
         page.launch(inbrowser=not (options.no_browser or public), auth=auth, **_serving(options))
     except (StartError, LoadError, UnsupportedModelError) as error:

@@ -1,10 +1,15 @@
-"""Fixtures that several rooms share."""
+"""What several rooms share: fixtures, and one thread of torch for each worker."""
 
 from __future__ import annotations
 
+import os
 import socket
 
 import pytest
+import torch
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # two workers with two threads each would wait for one another on two cores
+    torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -374,7 +374,7 @@ def test_a_whole_visit_needs_no_mouse(page: Page) -> None:
     keyboard.press("Tab")
     with page.expect_download():
         keyboard.press("Enter")
-    tab_to(page, "#tabs [role=tab]:last-of-type", "Shift+Tab")
+    tab_to(page, "#tabs > .tab-wrapper [role=tab]:last-of-type", "Shift+Tab")
     keyboard.press("Enter")
     expect(page.locator("#compare-prompt textarea")).to_be_visible()
     tab_to(page, "#compare-prompt textarea")

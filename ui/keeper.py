@@ -137,11 +137,17 @@ class MemoryKeeper:
         return f"tokens/pass {rate(here):.1f} here, {rate(before):.1f} in other chats"
 
     def _save_when_idle(self) -> None:
-        ENGINE_THREAD.submit(self.open).result()
+        task = self.open
         while True:
+            try:
+                done = ENGINE_THREAD.submit(task)
+            except RuntimeError:  # the program is ending; `save` runs once more at exit
+                return
+            done.result()
+            task = self.save
             time.sleep(GLANCE)
-            if self._replies.turns.idle:
-                ENGINE_THREAD.submit(self.save).result()
+            while not self._replies.turns.idle:
+                time.sleep(GLANCE)
 
 
 def rate(replies: Sequence[Remembered]) -> float:

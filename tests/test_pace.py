@@ -1,4 +1,4 @@
-"""The page never paces the engine: its speed with nobody, a client, and a drawing browser attached. Run with ``-m soak -s``."""
+"""The page never paces the engine, whoever is attached: nobody, a client, a drawing browser. Run with ``-n 0 -m soak -s``."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _say(_exposure(options.host, options.port, auth is not None))
         # ZeroGPU gives weights to the GPU only from the main thread; elsewhere one thread does all the work (`ui.turns`)
         engine = _engine(options) if ON_ZEROGPU else ENGINE_THREAD.submit(_engine, options).result()
-        public = ON_SPACE or options.host not in LOCAL
+        public = _is_public(options)
         page = build(
             engine,
             study=options.study and not ON_SPACE,
@@ -118,10 +118,14 @@ def _loading(options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in ("device", "dtype", "trust_remote_code")}
 
 
+def _is_public(options: argparse.Namespace) -> bool:
+    """Whether others than the person at this machine may open the page."""
+    return ON_SPACE or options.host not in LOCAL
+
+
 def _remembers(options: argparse.Namespace) -> bool:
     """Whether the page may remember across chats: not by itself where several people share it, and never on a Space."""
-    alone = options.host in LOCAL
-    return not ON_SPACE and (alone if options.memory is None else bool(options.memory))
+    return not ON_SPACE and (not _is_public(options) if options.memory is None else bool(options.memory))
 
 
 def _serving(options: argparse.Namespace) -> dict[str, Any]:
@@ -135,7 +139,7 @@ def _serving(options: argparse.Namespace) -> dict[str, Any]:
         "share": False,
         "pwa": True,
         "quiet": True,
-        "max_file_size": "1mb" if ON_SPACE or options.host not in LOCAL else "64mb",
+        "max_file_size": "1mb" if _is_public(options) else "64mb",
     }
 
 

@@ -14,7 +14,7 @@ from ui.chats import Chat, Finished
 from ui.errors import explain
 from ui.pump import Pump
 from ui.replies import Replies
-from ui.turns import GaveUp
+from ui.turns import GaveUp, in_line
 
 PREFIX = "audit"
 GOOD = PREFIX + " ✓"
@@ -51,7 +51,7 @@ def check(replies: Replies, chat: Chat) -> Generator[str, None, None]:
 
 def _line(event: int | Audit, finished: Finished, dtype: torch.dtype) -> str:
     if isinstance(event, int):
-        return f"{PREFIX}: waiting for {event} other {'reply' if event == 1 else 'replies'}"
+        return f"{PREFIX}: {in_line(event)}"
     verdict = GOOD if event.first_difference is None else PREFIX
     return f"{verdict}: {describe(event, finished.settings.temperature > 0, dtype)}"
 

@@ -18,7 +18,7 @@ from ui.limits import PRIVATE, Clock, LimitError, Limits
 from ui.pump import Pump
 from ui.settings import Settings
 from ui.space import ON_ZEROGPU
-from ui.turns import GaveUp, Turns
+from ui.turns import GaveUp, Turns, in_line
 from ui.zerogpu import LentDecoder
 
 _ENDINGS = {
@@ -92,7 +92,7 @@ class Replies:
                 for event in events:
                     match event:
                         case Waiting(ahead):
-                            reply.footer = f"waiting for {ahead} other {'reply' if ahead == 1 else 'replies'}"
+                            reply.footer = in_line(ahead)
                         case Reading():
                             prompt = event.prompt
                             reply.footer = f"reading {len(prompt.token_ids):,} tokens"

@@ -33,6 +33,11 @@ def leave_a_core() -> None:
 _GLANCE = 0.1  # seconds between two looks at whether somebody who waits has given up
 
 
+def in_line(ahead: int) -> str:
+    """What to tell somebody who waits for a turn with ``ahead`` others before."""
+    return f"waiting for {ahead} other {'reply' if ahead == 1 else 'replies'}"
+
+
 class GaveUp(Exception):
     """Whoever waited for a turn was told to stop before it came."""
 

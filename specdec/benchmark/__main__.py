@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -207,12 +209,7 @@ def replay(options: argparse.Namespace) -> dict[str, Any]:
         "vocabulary": None if vocabulary is None else {"tokens": vocabulary.adjacent, "rounds": vocabulary.rounds},
     }
     if options.fit:
-        with tqdm(desc="fitting", total=1.0, file=sys.stderr) as bar:
-
-            def report(what: str, share: float) -> None:
-                bar.set_description(what)
-                bar.update(share - bar.n)
-
+        with share_bar("fitting") as report:
             np.save(options.fit, prior(traces, recording.vocab_size, vocabulary, report))
     with replay_bar(len(traces)) as bar:
         figures = by_budget(
@@ -250,14 +247,21 @@ def default_lanes(engine: SpeculativeEngine) -> list[str]:
 
 def study(engine: SpeculativeEngine) -> None:
     """Complete what is known of the model, with a bar."""
-    with tqdm(desc="studying the model", total=1.0, file=sys.stderr) as bar:
+    with share_bar("studying the model") as report:
+        engine.study(report)
+
+
+@contextmanager
+def share_bar(what: str) -> Iterator[Callable[[str, float], bool]]:
+    """A bar that is told what is being done and the share done; it always answers to go on."""
+    with tqdm(desc=what, total=1.0, file=sys.stderr) as bar:
 
         def report(what: str, share: float) -> bool:
             bar.set_description(what)
             bar.update(share - bar.n)
             return True
 
-        engine.study(report)
+        yield report
 
 
 def replay_bar(traces: int) -> tqdm[Any]:

@@ -114,8 +114,8 @@ class Session:
 
 def speculators(engine: SpeculativeEngine, memory: str) -> Callable[[], Speculator]:
     """A factory of speculators that share one memory (warm), or have each an empty one (cold)."""
-    shared = Memory()
-    return lambda: engine.speculator(shared if memory == "warm" else None)
+    shared = Memory() if memory == "warm" else None
+    return lambda: engine.speculator(shared)
 
 
 def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], limit: int) -> list[int]:

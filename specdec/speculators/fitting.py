@@ -75,7 +75,7 @@ def prior(
     traces: Sequence[Trace],
     vocab_size: int,
     vocabulary: Vocabulary | None,
-    progress: Callable[[str, float], None] = lambda what, share: None,
+    progress: Callable[[str, float], object] = lambda what, share: None,
 ) -> NDArray[np.float32]:
     """Weights [ROWS, HIDDEN] fitted to ``traces`` replayed under every combination of sources that a user may have.
 
@@ -113,7 +113,7 @@ def fit(
     rate: float = 0.003,
     batch: int = 64,
     seed: int = 0,
-    progress: Callable[[float], None] = lambda share: None,
+    progress: Callable[[float], object] = lambda share: None,
 ) -> NDArray[np.float32]:
     """Weights that explain ``notes`` better than ``weights``; the rate falls linearly to 0."""
     rng = np.random.default_rng(seed)

@@ -45,6 +45,11 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return _DTYPES[name]
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """What `choose_dtype` calls ``dtype``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def _fast_in_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
@@ -86,7 +91,7 @@ def place_weights(what: str, weights: int, dtype: torch.dtype, device: torch.dev
     if need > sum(free):
         smaller_dtype = "--dtype bfloat16, " if dtype.itemsize > 2 else ""
         raise LoadError(
-            f"{what} needs {need / 1e9:.1f} GB for its weights in {str(dtype).removeprefix('torch.')}, but only "
+            f"{what} needs {need / 1e9:.1f} GB for its weights in {dtype_name(dtype)}, but only "
             f"{sum(free) / 1e9:.1f} GB are free on {device}: choose a smaller --model, {smaller_dtype}or another --device."
         )
     return "auto" if need > free[0] else {"": device}

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from specdec.audit import Audit
+from specdec.devices import dtype_name
 from ui.chats import Chat, Finished
 from ui.errors import explain
 from ui.pump import Pump
@@ -62,7 +63,6 @@ def describe(report: Audit, sampled: bool, dtype: torch.dtype) -> str:
     line = f"{report.own:,} of {report.tokens:,} tokens are the target's own {choice}"
     if report.first_difference is None:
         return f"{line}; the text is exactly what plain decoding says"
-    name = str(dtype).removeprefix("torch.")
     exact = dtype in (torch.float32, torch.float64)
     why = "this should not happen in" if exact else "rounding tips near ties in"
-    return f"{line}; the largest shortfall is {report.largest_shortfall:.3f} logits ({why} {name})"
+    return f"{line}; the largest shortfall is {report.largest_shortfall:.3f} logits ({why} {dtype_name(dtype)})"

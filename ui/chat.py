@@ -14,6 +14,7 @@ from typing import Any
 
 import gradio as gr
 
+from specdec.devices import dtype_name
 from specdec.engine import SpeculativeEngine
 from specdec.text import token_texts
 from ui.audits import GOOD, PREFIX, check
@@ -60,7 +61,7 @@ class ChatHandlers:
         """The model in use, for display."""
         return {
             "name": self.engine.name,
-            "dtype": str(self.engine.model.dtype).removeprefix("torch."),
+            "dtype": dtype_name(self.engine.model.dtype),
             "device": str(self.engine.target.device),
         }
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from specdec.devices import dtype_name
 from specdec.prompt import Prompt
 from specdec.request import Decoding
 from specdec.text import token_texts
@@ -133,7 +134,7 @@ class Comparisons:
                 "lanes": [lanes[0].decoding, lane.decoding],
                 "position": position,
                 "margin": float(report.margins[-1]),
-                "dtype": str(self._replies.engine.model.dtype).removeprefix("torch."),
+                "dtype": dtype_name(self._replies.engine.model.dtype),
             }
         return {"same": True, "tokens": len(reference)}
 

@@ -32,7 +32,8 @@ class Pump(Generic[T]):
     def __init__(self, produce: Callable[[Callable[[T], None]], None]) -> None:
         self._items: SimpleQueue[Any] = SimpleQueue()
         self._error: Exception | None = None
-        threading.Thread(target=copy_context().run, args=(self._run, produce), daemon=True, name="pump").start()
+        self._thread = threading.Thread(target=copy_context().run, args=(self._run, produce), daemon=True, name="pump")
+        self._thread.start()
 
     def batches(self) -> Iterator[list[T]]:
         """Everything put since the last batch, until the producer is done."""
@@ -46,6 +47,10 @@ class Pump(Generic[T]):
             time.sleep(max(INTERVAL - (time.monotonic() - taken), 0))
         if self._error is not None:
             raise self._error
+
+    def join(self) -> None:
+        """Wait until the producer is done."""
+        self._thread.join()
 
     def _run(self, produce: Callable[[Callable[[T], None]], None]) -> None:
         try:

@@ -6,6 +6,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
+from specdec.devices import dtype_name
 from specdec.engine import SpeculativeEngine
 from specdec.text import token_texts
 from ui import frontend
@@ -30,7 +31,7 @@ def main() -> None:
     engine = SpeculativeEngine(options.model)
     prompt = [{"role": "user", "content": options.prompt}]
     settings = {"decoding": "tree", "budget": options.budget, "max_new_tokens": options.max_new_tokens}
-    model = {"name": Path(engine.name).name, "dtype": str(engine.model.dtype).removeprefix("torch.")}
+    model = {"name": Path(engine.name).name, "dtype": dtype_name(engine.model.dtype)}
     recorder = Recorder(model, settings, prompt, partial(token_texts, engine.tokenizer))
     for step in engine.stream(prompt, details=True, do_sample=False, **settings):
         recorder.add(step)

@@ -24,12 +24,17 @@ def study_when_idle(replies: Replies) -> None:
 
 
 def _study(replies: Replies) -> None:
-    try:
-        while True:
-            _wait_for_quiet(replies.turns)
-            ENGINE_THREAD.submit(_go_on, replies).result()
-    except Exception:
-        log.exception("the study of the model's vocabulary failed; the chat works without it")
+    while True:
+        _wait_for_quiet(replies.turns)
+        try:
+            done = ENGINE_THREAD.submit(_go_on, replies)
+        except RuntimeError:  # the program is ending
+            return
+        try:
+            done.result()
+        except Exception:
+            log.exception("the study of the model's vocabulary failed; the chat works without it")
+            return
 
 
 def _wait_for_quiet(turns: Turns) -> None:

@@ -11,7 +11,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import gradio as gr
@@ -27,12 +26,11 @@ from specdec.target import TargetModel
 from ui.decoder import Decoder
 from ui.errors import explain
 from ui.limits import PUBLIC
+from ui.pump import Pump
 from ui.settings import Settings
 from ui.space import GPU
 from ui.turns import GaveUp
 
-PULSE = 0.1
-"""Seconds after which the child yields even if there is nothing new."""
 _ARRIVAL = 6.0  # seconds: weights come to the GPU, a tree is checked, the pass cost is measured
 _READING = 1 / 2000  # seconds per token of the prompt, generously
 _PASS = 0.04  # seconds of a plain pass, until it is measured; a reply never takes more than one pass per token
@@ -142,32 +140,13 @@ def _yielding(produce: Callable[[Put, Callable[[], bool]], None]) -> Iterator[An
 
     Once closed, ``cancelled()`` is true, and nothing of it runs any more.
     """
-    items: SimpleQueue[Any] = SimpleQueue()
     stop = threading.Event()
-    end = object()
-    errors: list[Exception] = []
-
-    def run() -> None:
-        try:
-            produce(items.put, stop.is_set)
-        except Exception as error:
-            errors.append(error)
-        finally:
-            items.put(end)
-
-    thread = threading.Thread(target=run, name="lent", daemon=True)
-    thread.start()
+    pump: Pump[Any] = Pump(lambda put: produce(put, stop.is_set))
     try:
-        while True:
-            try:
-                item = items.get(timeout=PULSE)
-            except Empty:
-                item = None
-            if item is end:
-                break
-            yield item
+        for batch in pump.batches():
+            yield from batch or [None]
+    except Exception as error:  # as text: of any other exception only the name would come through
+        raise gr.Error(explain(error), print_exception=False) from error
     finally:
         stop.set()
-        thread.join()
-    for error in errors:  # as text: of any other exception only the name would come through
-        raise gr.Error(explain(error), print_exception=False) from error
+        pump.join()

@@ -22,6 +22,7 @@ from specdec.benchmark.questions import OWN, QuestionsError, load_questions
 from specdec.benchmark.report import fold, table
 from specdec.benchmark.shapes import SHAPES, random_model
 from specdec.benchmark.traces import BUDGETS, MEMORIES, TracesError, budget_table, by_budget, load_traces
+from specdec.devices import dtype_name
 from specdec.engine import SpeculativeEngine
 from specdec.folders import model_file
 from specdec.loading import LoadError
@@ -273,7 +274,7 @@ def machine(engine: SpeculativeEngine) -> dict[str, Any]:
     """What is measured, on what."""
     return {
         "model": engine.name,
-        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "dtype": dtype_name(engine.model.dtype),
         "device": str(engine.target.device),
         "threads": torch.get_num_threads(),
     }

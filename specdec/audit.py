@@ -73,18 +73,20 @@ def audit(
     text = torch.tensor([[*prompt.token_ids, *token_ids]], device=target.device)
     start = len(prompt.token_ids)
     cache = target.new_cache()
-    target.prefill(cache, prompt.token_ids[:-1])
+    with engine.passes:
+        target.prefill(cache, prompt.token_ids[:-1])
     shortfalls: list[float] = []
     margins: list[float] = []
     while len(shortfalls) < len(token_ids) and not cancelled():
         done = start + len(shortfalls)
         chunk = text[0, done - 1 : done - 1 + min(PREFILL_CHUNK, start + len(token_ids) - done)].tolist()
-        logits = target.verify(cache, TokenTree.chain(chunk))
-        cache.commit(range(len(chunk)))
-        for row in logits:
-            position = start + len(shortfalls)
-            scores = request.sampler.perturbed(row, text[:, :position])
-            first, second = scores.topk(2).values.tolist()
-            shortfalls.append(max(first - float(scores[token_ids[len(shortfalls)]]), 0.0))
-            margins.append(first - second)
+        with engine.passes:
+            logits = target.verify(cache, TokenTree.chain(chunk))
+            cache.commit(range(len(chunk)))
+            for row in logits:
+                position = start + len(shortfalls)
+                scores = request.sampler.perturbed(row, text[:, :position])
+                first, second = scores.topk(2).values.tolist()
+                shortfalls.append(max(first - float(scores[token_ids[len(shortfalls)]]), 0.0))
+                margins.append(first - second)
     return Audit(np.array(shortfalls), np.array(margins))

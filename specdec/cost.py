@@ -26,6 +26,9 @@ class PassCost:
         self._curve = np.maximum.accumulate(curve)  # a wider pass is never cheaper; what says so is noise
         self._factor = 1.0
         self._observed = 0
+        self.worth = _worth(self.seconds(np.arange(1, int(self._widths[-1]) + 2)))
+        """What more nodes must bring, [widest + 1]: where node w of a best-first tree scores below ``worth[w]`` times the sum
+        of the scores before it, no larger tree has a better rate (`best_width`), whatever passes cost now."""
 
     def seconds(self, width: int | NDArray[np.int64]) -> NDArray[np.float64]:
         """The present cost of passes of ``width`` nodes; linear beyond the widest measured."""
@@ -47,12 +50,23 @@ class PassCost:
         self._observed += 1
         self._factor *= float(ratio) ** max(1 / (self._observed + 1), _MEMORY)
 
-    def best_width(self, scores: Sequence[float] | NDArray[np.float32], overhead: float = 0.0) -> int:
+    def best_width(self, scores: Sequence[float] | NDArray[np.float32]) -> int:
         """How many nodes (root included) to verify of a best-first tree with path probabilities ``scores``.
 
         A pass over the first w nodes is expected to emit E(w) = sum(scores[:w]) tokens (the root's score, 1, stands for the
-        target's own token); the width with the best E(w) / (cost(w) + ``overhead`` seconds) wins.
+        target's own token); the width with the best E(w) / cost(w) wins.
         """
         expected = np.cumsum(np.asarray(scores, np.float64))
         widths = np.arange(1, len(expected) + 1)
-        return int(np.argmax(expected / (self.seconds(widths) + overhead))) + 1
+        return int(np.argmax(expected / self.seconds(widths))) + 1
+
+
+def _worth(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """`PassCost.worth` of passes that take ``seconds`` [W] by width, from 1 on.
+
+    Nodes beyond the first w pay if they bring more than E(w) / cost(w) tokens for each second they add; the fewest seconds
+    that a node may add lie on the flattest way from w to a larger width.
+    """
+    widths = np.arange(1, len(seconds) + 1)
+    flattest = [np.min((seconds[w:] - seconds[w - 1]) / (widths[w:] - w)) for w in widths[:-1]]
+    return np.concatenate([[0.0], np.array(flattest) / seconds[:-1]])

@@ -107,6 +107,8 @@ class SpeculativeEngine:
         self.memory = memory
         self.vocabulary = load_vocabulary(self.model)
         self._speculator = speculator
+        self.passes = threading.Lock()
+        """Held during a pass and while its logits are read: conversations in several threads take turns, pass by pass."""
 
     @cached_property
     def pass_cost(self) -> PassCost:
@@ -158,64 +160,74 @@ class SpeculativeEngine:
 
     def _decode(self, request: Request, chat: Conversation) -> Iterator[Step]:
         with chat.exclusive(), self.target.memory_guard():
-            cost = self.pass_cost  # measured before the clock starts
             reply = Reply(request, self.tokenizer, self.target.device, self.target.draws_at_once)
-            top_k = 0 if request.decoding == "plain" else chat.speculator.top_k
             root = request.prompt.token_ids[-1]
             start = time.perf_counter()
             try:
-                self._prefill(request, chat, top_k)
+                self._prefill(request, chat)
             except Cancelled:
                 return
             prefill_seconds = time.perf_counter() - start
             for index in count():
-                drafting = time.perf_counter()
-                proposal, note = self._propose(request, chat, root, reply.remaining)
-                tree = proposal.tree
-                verifying = time.perf_counter()
-                logits = self.target.verify(chat.cache, tree)
-                reading = reply.read(logits, tree, top_k)
-                accepting = time.perf_counter()
-                verdict = accept(tree, reading.choose)
-                emitted, text = reply.emit(tree, verdict)
-                committing = time.perf_counter()
-                kept = verdict.path[: len(emitted)]  # a stop inside the path: what follows it is not cached
-                context_length = chat.cache.length
-                chat.cache.commit(kept)
-                chat.token_ids += [int(tree.token_ids[node]) for node in kept]
-                if request.decoding != "plain":
-                    chat.speculator.observe(tree, kept, emitted, reading.top() if top_k else None)
-                root = emitted[-1]
-                done = time.perf_counter()
-                cost.observe(len(tree), accepting - verifying)
-                yield Step(
-                    index=index,
-                    tree=tree,
-                    verdict=verdict,
-                    token_ids=emitted,
-                    text=text,
-                    timings=Timings(
-                        prefill=0.0 if index else prefill_seconds,
-                        draft=verifying - drafting,
-                        verify=accepting - verifying,
-                        accept=committing - accepting,
-                        commit=done - committing,
-                    ),
-                    context_length=context_length,
-                    plain_seconds=cost.plain,
-                    finish_reason=reply.finish_reason,
-                    target=target_view(logits, tree) if request.details else None,
-                    note=note,
-                )
-                if reply.finish_reason is not None:
+                with self.passes:
+                    step = self._step(index, request, chat, reply, root, prefill_seconds)
+                root = step.token_ids[-1]
+                yield step
+                if step.finish_reason is not None:
                     return
 
-    def _prefill(self, request: Request, chat: Conversation, top_k: int) -> None:
+    def _step(self, index: int, request: Request, chat: Conversation, reply: Reply, root: int, prefill_seconds: float) -> Step:
+        """One round: propose, verify, accept, commit."""
+        cost, top_k = self.pass_cost, self._top_k(request, chat)  # measured, where it is not yet, before the clock starts
+        drafting = time.perf_counter()
+        proposal, note = self._propose(request, chat, root, reply.remaining)
+        tree = proposal.tree
+        verifying = time.perf_counter()
+        logits = self.target.verify(chat.cache, tree)
+        reading = reply.read(logits, tree, top_k)
+        accepting = time.perf_counter()
+        verdict = accept(tree, reading.choose)
+        emitted, text = reply.emit(tree, verdict)
+        committing = time.perf_counter()
+        kept = verdict.path[: len(emitted)]  # a stop inside the path: what follows it is not cached
+        context_length = chat.cache.length
+        chat.cache.commit(kept)
+        chat.token_ids += [int(tree.token_ids[node]) for node in kept]
+        if request.decoding != "plain":
+            chat.speculator.observe(tree, kept, emitted, reading.top() if top_k else None)
+        done = time.perf_counter()
+        cost.observe(len(tree), accepting - verifying)
+        return Step(
+            index=index,
+            tree=tree,
+            verdict=verdict,
+            token_ids=emitted,
+            text=text,
+            timings=Timings(
+                prefill=0.0 if index else prefill_seconds,
+                draft=verifying - drafting,
+                verify=accepting - verifying,
+                accept=committing - accepting,
+                commit=done - committing,
+            ),
+            context_length=context_length,
+            plain_seconds=cost.plain,
+            finish_reason=reply.finish_reason,
+            target=target_view(logits, tree) if request.details else None,
+            note=note,
+        )
+
+    def _top_k(self, request: Request, chat: Conversation) -> int:
+        """How many of the target's next tokens its speculator is shown."""
+        return 0 if request.decoding == "plain" else chat.speculator.top_k
+
+    def _prefill(self, request: Request, chat: Conversation) -> None:
         """Cache the prompt but for its last token, the first root; what the conversation holds of it stays."""
         prompt = request.prompt.token_ids
         cached = chat.rewind(prompt[:-1])
         try:
-            top = self.target.prefill(chat.cache, prompt[cached:-1], top_k, request.cancelled)
+            with self.passes:
+                top = self.target.prefill(chat.cache, prompt[cached:-1], self._top_k(request, chat), request.cancelled)
         finally:
             chat.token_ids += prompt[cached : chat.cache.length]
         if request.decoding != "plain":
@@ -227,7 +239,11 @@ class SpeculativeEngine:
         budget = room if request.budget == "auto" else min(request.budget, room)
         if request.decoding == "plain" or budget <= 0 or remaining <= 1:
             return Proposal(TokenTree.root(root)), None
-        proposal = chat.speculator.propose(budget, branches=1 if request.decoding == "linear" else None)
+        branches = 1 if request.decoding == "linear" else None
+        worth = self.pass_cost.worth if request.budget == "auto" else None
+        proposal = chat.speculator.propose(budget, branches, worth)
+        if not proposal.tree.follows(root, budget, self.target.vocab_size):
+            return Proposal(TokenTree.root(root)), "draft inactive: what the speculator proposed is no tree for this text"
         if len(proposal.tree) == 1:
             return proposal, "draft inactive: nothing seen so far tells what may follow"
         if request.budget != "auto" or proposal.tree.scores is None:

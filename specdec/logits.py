@@ -42,8 +42,8 @@ def top_tokens(logits: Tensor, k: int) -> TopK:
     blocks = logits.reshape(len(logits), -1, BLOCK).amax(-1)
     token_ids, best = np.zeros((len(logits), k), np.int32), np.full((len(logits), k), -np.inf, np.float32)
     _select(logits.numpy(), blocks.numpy(), token_ids, best)
-    stride = max(logits.shape[1] // TAIL, 1)
-    tail = logits[:, ::stride].numpy()
+    stride = max(logits.shape[1] // TAIL, 1)  # of blocks: a part of every one would read them all
+    tail = logits.reshape(len(logits), -1, BLOCK)[:, ::stride].flatten(1).numpy()
     tail_weight = np.where(tail < best[:, -1:], np.exp(tail - best[:, :1]), 0).sum(-1, keepdims=True) * stride
     weight = np.exp(best - best[:, :1]).sum(-1, keepdims=True) + tail_weight
     return TopK(token_ids, best - best[:, :1] - np.log(weight))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, str]
@@ -24,18 +26,29 @@ class Prompt:
     trimmed: int = 0
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Message] | Sequence[int] | Prompt, limit: int) -> Prompt:
+def fair_share(max_new_tokens: int | None, context: int) -> int:
+    """The tokens of a ``context`` that a chat leaves to its next reply: what it may have, at most a quarter."""
+    return min(max_new_tokens or context, context // 4)
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | Sequence[Message] | Sequence[int] | Prompt,
+    limit: int,
+    reserve: int = 0,
+) -> Prompt:
     """Tokenise ``prompt`` to at most ``limit`` tokens.
 
-    Text and token ids must fit. A chat is trimmed: its oldest messages go first (a question together with its answer),
-    the system prompt and the last message stay. Raises PromptError for what is empty, malformed or cannot be made to fit.
+    Text and token ids must fit. A chat is trimmed until it leaves ``reserve`` of them to the reply: its oldest messages go
+    first (a question together with its answer), the system prompt and the last message stay. Raises PromptError for what is
+    empty, malformed or cannot be made to fit.
     """
     if isinstance(prompt, Prompt):
         encoded = prompt
     elif isinstance(prompt, str):
         encoded = Prompt(tuple(tokenizer(prompt)["input_ids"]))
     elif prompt and isinstance(prompt[0], Mapping):
-        encoded = _encode_chat(tokenizer, list(cast(Sequence[Message], prompt)), limit)
+        encoded = _encode_chat(tokenizer, list(cast(Sequence[Message], prompt)), limit - reserve)
     else:
         encoded = Prompt(tuple(int(token) for token in cast(Sequence[int], prompt)))
     if not encoded.token_ids:
@@ -47,21 +60,26 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Message] |
     return encoded
 
 
-def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message], limit: int) -> Prompt:
+def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message], room: int) -> Prompt:
     if tokenizer.chat_template is None:
         raise PromptError(
             f"{tokenizer.name_or_path} has no chat template: it is not a chat model. Use an instruct model, or pass plain text."
         )
-    system = 1 if messages[0]["role"] == "system" else 0
-    trimmed = 0
-    while True:
-        token_ids = tuple(
-            tokenizer.apply_chat_template(
-                messages[:system] + messages[system + trimmed :], add_generation_prompt=True, return_dict=False
-            )
-        )
-        rest = messages[system + trimmed :]
-        if len(token_ids) <= limit or len(rest) <= 1:
-            return Prompt(token_ids, trimmed)
-        later_questions = (i for i, message in enumerate(rest) if i > 0 and message["role"] == "user")
-        trimmed += next(later_questions, len(rest) - 1)
+    for message in messages:
+        if not (isinstance(message, Mapping) and {"role", "content"} <= message.keys()):
+            raise PromptError(f'a chat message needs "role" and "content": {str(message)[:80]}')
+    system = messages[:1] if messages[0]["role"] == "system" else []
+    rest = messages[len(system) :]
+
+    def encoded(start: int) -> tuple[int, ...]:
+        try:
+            return tuple(tokenizer.apply_chat_template(system + rest[start:], add_generation_prompt=True, return_dict=False))
+        except TemplateError as error:
+            raise PromptError(f"the chat template of {tokenizer.name_or_path} refuses these messages: {error}") from error
+
+    token_ids = encoded(0)
+    if len(token_ids) <= room or len(rest) <= 1:
+        return Prompt(token_ids)
+    starts = [*(i for i, message in enumerate(rest) if i > 0 and message["role"] == "user"), len(rest) - 1]
+    fits = bisect_left(starts, True, hi=len(starts) - 1, key=lambda start: len(encoded(start)) <= room)
+    return Prompt(encoded(starts[fits]), starts[fits])

@@ -15,6 +15,7 @@ from specdec.request import MAX_BUDGET, Request
 from specdec.speculators import TopK
 from specdec.step import FinishReason
 from specdec.text import Detokenizer, StopStrings
+from specdec.transfer import synchronize
 from specdec.tree import TokenTree
 
 
@@ -61,8 +62,10 @@ class Reply:
             choices = logits.argmax(-1) if sampler.is_argmax else sampler.draw(logits, positions)
             chosen, top = fetch(logits, choices, top_k)
             return Reading(chosen.__getitem__, lambda: top)
-        choose = argmax(logits).__getitem__ if sampler.is_argmax else self._chooser(logits, tree)
-        return Reading(choose, lambda: top_tokens(logits, top_k))
+        if sampler.is_argmax:
+            return Reading(argmax(logits).__getitem__, lambda: top_tokens(logits, top_k))
+        synchronize(logits.device)  # the pass ends here; what the choices take is not its cost
+        return Reading(self._chooser(logits, tree), lambda: top_tokens(logits, top_k))
 
     def _chooser(self, logits: Tensor, tree: TokenTree) -> Callable[[int], int]:
         sampler, depths = self._request.sampler, tree.depths()

@@ -6,14 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import torch
 from transformers import (
+    GenerationConfig,
     LogitsProcessorList,
+    MaxTimeCriteria,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
 )
 
-from specdec.prompt import Message, Prompt, encode
+from specdec.prompt import Message, Prompt, PromptError, encode, fair_share
 from specdec.sampling import PresencePenaltyProcessor, Sampler
 
 Decoding = Literal["tree", "linear", "plain"]
@@ -21,6 +24,17 @@ Budget = int | Literal["auto"]
 
 MAX_BUDGET = 64
 """The most nodes besides the root that one pass verifies."""
+_NEUTRAL = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "guidance_scale": 1,
+    "penalty_alpha": 0,
+    "dola_layers": None,
+    "constraints": None,
+    "force_words_ids": None,
+    "token_healing": False,
+}
+"""Arguments of generate that ask for another kind of decoding, and the values that ask for none."""
 
 
 class RequestError(ValueError):
@@ -59,6 +73,7 @@ def resolve(
     cancelled: Callable[[], bool] = lambda: False,
     logits_processor: LogitsProcessorList | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
+    generation_config: GenerationConfig | None = None,
     **generation: Any,
 ) -> Request:
     """Check the arguments of `SpeculativeEngine.stream`. Raises RequestError or PromptError."""
@@ -74,21 +89,26 @@ def resolve(
         if name in ("top_p", "min_p") and value is not None and not 0 <= value <= 1:
             raise RequestError(f"{name}={value} is not a probability; pass a number from 0 to 1")
     try:
-        config, unknown = model._prepare_generation_config(None, **generation)
+        config, unknown = model._prepare_generation_config(generation_config, **generation)
     except ValueError as error:
         raise RequestError(str(error)) from error
     if unknown:
         raise RequestError(f"unknown argument {', '.join(sorted(unknown))}; arguments are those of transformers' generate")
-    for name, neutral in (("num_beams", 1), ("num_return_sequences", 1), ("guidance_scale", 1)):
+    for name, neutral in _NEUTRAL.items():
         if getattr(config, name, None) not in (None, neutral):
-            raise RequestError(f"{name}={getattr(config, name)} is not supported: the engine decodes one sequence")
+            raise RequestError(
+                f"{name}={getattr(config, name)} is not supported: the engine decodes one sequence, greedily or by sampling"
+            )
 
-    encoded = encode(tokenizer, prompt, context_limit - 1)
-    length = len(encoded.token_ids)
+    encoded = encode(tokenizer, prompt, context_limit - 1, fair_share(config.max_new_tokens, context_limit))
+    length, vocab_size = len(encoded.token_ids), model.config.get_text_config(decoder=True).vocab_size
+    if min(encoded.token_ids) < 0 or max(encoded.token_ids) >= vocab_size:
+        raise PromptError(f"the prompt holds a token id outside the model's vocabulary of {vocab_size} tokens")
     room = limit = context_limit - length
+    lengths = (generation.get("max_length"), getattr(generation_config, "max_length", None), model.generation_config.max_length)
     if config.max_new_tokens is not None:
         limit = min(limit, config.max_new_tokens)
-    elif generation.get("max_length") is not None or model.generation_config.max_length is not None:
+    elif any(given is not None for given in lengths):
         limit = min(limit, config.max_length - length)
         if limit < 1:
             raise RequestError(f"max_length={config.max_length} is no longer than the prompt of {length} tokens")
@@ -96,17 +116,27 @@ def resolve(
     if config.min_new_tokens is not None:
         config.min_length = length + config.min_new_tokens
 
+    own = LogitsProcessorList(logits_processor or [])
+    if presence_penalty:  # like every penalty before temperature, top-k and top-p
+        own.append(PresencePenaltyProcessor(presence_penalty, length))
     try:
         model._prepare_special_tokens(config, device=model.device)
         processors = model._get_logits_processor(
-            config, input_ids_seq_length=length, logits_processor=logits_processor, device=model.device, model_kwargs={}
+            config,
+            input_ids_seq_length=length,
+            encoder_input_ids=torch.tensor([encoded.token_ids], device=model.device),  # what generate passes: the prompt
+            logits_processor=own,
+            device=model.device,
+            model_kwargs={},
         )
     except ValueError as error:
         raise RequestError(str(error)) from error
-    if presence_penalty:
-        processors.append(PresencePenaltyProcessor(presence_penalty, length))
-    eos = config._eos_token_tensor
-    strings = config.stop_strings
+    criteria = StoppingCriteriaList(stopping_criteria or [])
+    if config.max_time is not None:
+        criteria.append(MaxTimeCriteria(config.max_time))
+    eos = set() if config._eos_token_tensor is None else set(config._eos_token_tensor.tolist())
+    strings = [config.stop_strings] if isinstance(config.stop_strings, str) else config.stop_strings or []
+    special = {string for string in strings if string in tokenizer.all_special_tokens}  # which text does not show
     return Request(
         prompt=encoded,
         decoding=decoding,  # type: ignore[arg-type]
@@ -114,9 +144,9 @@ def resolve(
         sampler=Sampler(processors, seed if config.do_sample else None),
         max_new_tokens=limit,
         length_reason="context" if limit == room else "length",
-        eos_token_ids=frozenset(() if eos is None else eos.tolist()),
-        stop_strings=(strings,) if isinstance(strings, str) else tuple(strings or ()),
-        stopping_criteria=stopping_criteria or StoppingCriteriaList(),
+        eos_token_ids=frozenset(eos | {tokenizer.convert_tokens_to_ids(string) for string in special}),
+        stop_strings=tuple(string for string in strings if string not in special),
+        stopping_criteria=criteria,
         details=details,
         cancelled=cancelled,
     )

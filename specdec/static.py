@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specdec.cache import TreeCache
 from specdec.cost import WIDTHS
-from specdec.errors import first_line
+from specdec.errors import first_line, is_out_of_memory
 from specdec.transfer import staged
 from specdec.tree import TokenTree
 
@@ -98,6 +98,8 @@ class StaticPass:
             try:
                 self._graphs[width, length] = self._captured(width, length)
             except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise
                 log.warning("target passes run without CUDA graphs, slower: capturing one failed (%s)", first_line(error))
                 self._capture = False
                 self._graphs.clear()

@@ -25,9 +25,9 @@ class Stats:
     decode_seconds: float = 0.0
     """Draft + verify + accept + commit, over all passes."""
     plain_seconds: float = 0.0
-    """What the same tokens would have cost in plain single-token passes, each at the cost measured at that moment."""
+    """What the same tokens would have cost in plain single-token passes, each at what one costs at that moment."""
     first_token_seconds: float = 0.0
-    """Prefill and the first pass."""
+    """Prefill and the first pass, of the latest reply."""
 
     def add(self, step: Step) -> None:
         """Fold one step in."""

@@ -18,20 +18,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, StaticCache, get_layer_types_and_kwargs
 
 from specdec.cache import LayerShape, TreeCache
 from specdec.cost import WIDTHS, PassCost
-from specdec.errors import MemoryFullError, is_out_of_memory
+from specdec.errors import MemoryFullError, first_line, is_out_of_memory
 from specdec.logits import argmax, top_tokens
 from specdec.speculators import TopK
 from specdec.static import BUCKETS, PADDING, StaticPass, bucket
-from specdec.transfer import to_device
+from specdec.transfer import synchronize, to_device
 from specdec.tree import TokenTree
 
 PREFILL_CHUNK = 512
 """Prompt tokens per prefill pass: bounds memory and the wait for a cancellation."""
+
+
+_REMEDY = "Use a model whose layers all have full attention, such as Llama, Qwen2/3, OLMo 2 or GPT-2."
 
 
 class UnsupportedModelError(Exception):
@@ -56,10 +59,10 @@ class TargetModel:
         self.name = type(model).__name__
         config = model.config.get_text_config(decoder=True)
         self.vocab_size: int = config.vocab_size
-        self.context_limit: int = getattr(config, "max_position_embeddings", None) or 2**31
+        self.context_limit = _context_limit(config)
         if self.device.type == "cpu":  # grouped heads natively: without it, a masked pass copies all K/V per query head
             os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
-        _require_full_attention(model)
+        _require_full_attention(model, self.context_limit)
         self._shapes = self._layer_shapes()
         cuda = self.device.type == "cuda"
         if static is None:
@@ -69,7 +72,14 @@ class TargetModel:
         self._static: StaticPass | None = None
         if static:
             self._static = StaticPass(self._forward, self.new_cache(), self.vocab_size, model.dtype, capture=cuda)
-        self._require_tree_attention()
+        try:
+            self._require_tree_attention()
+        except (TypeError, ValueError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                raise
+            raise UnsupportedModelError(
+                f"{self.name} cannot verify a token tree: its attention takes no 4-D mask ({first_line(error)}). {_REMEDY}"
+            ) from error
 
     @property
     def device(self) -> torch.device:
@@ -121,8 +131,7 @@ class TargetModel:
             cache.commit(range(size))
             if top_k:
                 tops.append(top_tokens(logits, top_k))
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # else its last kernels would run on the first pass's clock
+        synchronize(self.device)  # else its last kernels would run on the first pass's clock
         return TopK.concatenate(tops) if tops else None
 
     @torch.inference_mode()
@@ -199,8 +208,9 @@ class TargetModel:
         last: bool = False,
     ) -> Tensor:
         """Logits [B, T, V] of ``token_ids`` [B, T] at ``positions`` [B, T]; with ``last`` of the last row only, [B, 1, V]."""
-        # by index, not by count, which slices: a strided input makes a bfloat16 Linear 100 times slower on a CPU
-        rows = torch.tensor([token_ids.shape[1] - 1], device=token_ids.device) if last else 0
+        # By index, not by count, which slices: a strided input makes a bfloat16 Linear 100 times slower on a CPU. On the CPU,
+        # where an index serves whatever device the last layer is on.
+        rows = torch.tensor([token_ids.shape[1] - 1]) if last else 0
         logits: Tensor = self.model(
             input_ids=token_ids,
             position_ids=positions,
@@ -226,8 +236,7 @@ class TargetModel:
                 if (seen[node] - plain).norm() > 0.1 * (plain - plain.mean()).norm():
                     raise UnsupportedModelError(
                         f"{self.name} gives other logits for a token tree than for the same text: its attention does not "
-                        "follow a 4-D mask and position ids. Use a model with full rotary or absolute-position attention, "
-                        "such as Llama, Qwen2/3, Mistral, Phi-3, OLMo 2 or GPT-2."
+                        f"follow a 4-D mask and position ids. {_REMEDY}"
                     )
 
 
@@ -254,22 +263,38 @@ class BatchWriter:
         return top_tokens(self._target._forward(tokens, self._cache, positions, last=True)[:, 0].float(), self._top_k)
 
 
-def _require_full_attention(model: PreTrainedModel) -> None:
-    """Refuse, by name, what a token tree cannot be verified on."""
-    name, remedy = type(model).__name__, "Use a model whose layers all have full attention, such as Llama, Qwen2/3 or GPT-2."
+def _context_limit(config: PreTrainedConfig) -> int:
+    """The most tokens of a text; 2**31 where the model knows no bound.
+
+    Long rotary embeddings turn all positions anew where a text outgrows the length of pretraining, so the K/V that is cached by
+    then would be wrong: such a model is used up to that length.
+    """
+    limit: int = getattr(config, "max_position_embeddings", None) or 2**31
+    rotary = getattr(config, "rope_parameters", None) or {}
+    if rotary.get("rope_type") == "longrope":
+        limit = min(limit, rotary.get("original_max_position_embeddings", limit))
+    return limit
+
+
+def _require_full_attention(model: PreTrainedModel, context_limit: int) -> None:
+    """Refuse, by name, what a token tree cannot be verified on. A window as long as the context hides nothing."""
+    name = type(model).__name__
     if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{name} is an encoder-decoder model; a causal language model is needed. {remedy}")
+        raise UnsupportedModelError(f"{name} is an encoder-decoder model; a causal language model is needed. {_REMEDY}")
     if getattr(model, "_is_stateful", False):
         raise UnsupportedModelError(
-            f"{name} keeps a recurrent state, which cannot branch; a token tree cannot be verified. {remedy}"
+            f"{name} keeps a recurrent state, which cannot branch; a token tree cannot be verified. {_REMEDY}"
         )
-    kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
-    for index, kind in enumerate(kinds):
-        if kind != "full_attention":
+    if model.training:
+        raise UnsupportedModelError(f"{name} is in training mode, where dropout makes it random: call its eval() first.")
+    kinds, details = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+    for index, (kind, detail) in enumerate(zip(kinds, details, strict=True)):
+        wide = kind == "sliding_attention" and detail["sliding_window"] >= context_limit
+        if kind != "full_attention" and not wide:
             raise UnsupportedModelError(
-                f"{name} cannot verify a token tree: its layer {index} has {kind.replace('_', ' ')}. {remedy}"
+                f"{name} cannot verify a token tree: its layer {index} has {kind.replace('_', ' ')}. {_REMEDY}"
             )
     accepted = inspect.signature(model.forward).parameters
     for parameter in ("position_ids", "attention_mask", "cache", "logits_to_keep"):
         if parameter not in accepted:
-            raise UnsupportedModelError(f"{name} cannot verify a token tree: forward takes no {parameter}. {remedy}")
+            raise UnsupportedModelError(f"{name} cannot verify a token tree: forward takes no {parameter}. {_REMEDY}")

@@ -1,4 +1,4 @@
-"""Transfer: from host arrays to a device without waiting for it."""
+"""Transfer: from host arrays to a device without waiting for it, and waiting where a clock is read."""
 
 from __future__ import annotations
 
@@ -18,3 +18,11 @@ def staged(array: NDArray[Any], device: torch.device) -> Tensor:
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     """``array`` on ``device``, in the order of its other work; the host goes on at once."""
     return staged(array, device).to(device, non_blocking=True)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work that was queued on ``device``; a CPU queues none."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()

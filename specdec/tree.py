@@ -94,6 +94,14 @@ class TokenTree:
             None if self.sources is None else self.sources[keep],
         )
 
+    def follows(self, root: int, budget: int, vocab_size: int) -> bool:
+        """Whether it may be verified where the text ends with ``root``: a tree of at most ``budget`` nodes besides the root."""
+        try:
+            self.check(vocab_size)
+        except ValueError:
+            return False
+        return int(self.token_ids[0]) == root and len(self) <= budget + 1
+
     def check(self, vocab_size: int | None = None) -> None:
         """Raise ValueError where an invariant of the class docstring does not hold."""
         size = len(self)
@@ -101,11 +109,11 @@ class TokenTree:
             raise ValueError("a token tree needs a root, and as many parents as token ids")
         if self.parents[0] != -1 or not np.all((self.parents[1:] >= 0) & (self.parents[1:] < np.arange(1, size))):
             raise ValueError("parents[0] must be -1 and every other parent must come before its child")
-        edges = set(zip(self.parents.tolist(), self.token_ids.tolist(), strict=True))
-        if len(edges) != size:
-            raise ValueError("siblings must carry distinct tokens")
-        if self.token_ids.min() < 0 or (vocab_size is not None and self.token_ids.max() >= vocab_size):
+        largest = int(self.token_ids.max())
+        if self.token_ids.min() < 0 or (vocab_size is not None and largest >= vocab_size):
             raise ValueError("a token id lies outside the vocabulary")
+        if len(np.unique(self.parents * (largest + 1) + self.token_ids)) != size:
+            raise ValueError("siblings must carry distinct tokens")
         for name, array in (("scores", self.scores), ("sources", self.sources)):
             if array is not None and array.shape != (size,):
                 raise ValueError(f"{name} must hold one value per node")

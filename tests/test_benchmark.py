@@ -14,7 +14,7 @@ from toys import ARCHITECTURES, tiny_engine, tiny_model
 
 from specdec.benchmark import __main__ as benchmark
 from specdec.benchmark import cost
-from specdec.benchmark.asking import Session, chat_prompt
+from specdec.benchmark.asking import Session, chat_prompt, difference
 from specdec.benchmark.lanes import LANES, STATIC, Answer
 from specdec.benchmark.questions import QuestionsError, load_questions
 from specdec.benchmark.report import Difference, Sample, fold, table
@@ -71,6 +71,24 @@ def test_every_lane_gives_the_same_greedy_text_and_the_figures_add_up() -> None:
     for title in ("Speedup over transformers", "by node budget", "Calibration by score", "Cost of a target pass"):
         assert title in page
     assert "<script src=" not in page, "the page needs no network"
+
+
+def test_temperature_0_is_greedy_in_every_lane_whatever_the_model_recommends(monkeypatch: pytest.MonkeyPatch) -> None:
+    greedy = benchmark.run(options(*SMALL, "--limit", "2", "--decodings", "plain,transformers"))
+    monkeypatch.setattr(tiny_engine().model.generation_config, "do_sample", True)
+    monkeypatch.setattr(tiny_engine().model.generation_config, "temperature", 5.0)
+    again = benchmark.run(options(*SMALL, "--limit", "2", "--decodings", "plain,transformers"))
+    for folded in (greedy, again):
+        assert folded["lanes"]["transformers"]["identical"] == 2
+
+
+def test_a_text_that_ends_early_is_not_identical() -> None:
+    engine = tiny_engine()
+    plain = Answer((5, 6, 7), (), 0.0)
+    found = difference(engine, [4], Answer((5, 6), (), 0.0), plain)
+    assert found is not None
+    assert found.position == 2
+    assert difference(engine, [4], plain, plain) is None
 
 
 def test_a_rate_counts_whole_passes_up_to_the_common_length() -> None:

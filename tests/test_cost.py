@@ -35,3 +35,19 @@ def test_the_curve_never_falls_and_follows_what_passes_cost_now() -> None:
     assert cost.plain == pytest.approx(4.0, rel=0.01)
     cost.observe(8, 1e9)
     assert cost.plain < 4.5, "one outlier moves the estimate a little"
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [{1: 26e-3, 8: 32e-3, 16: 36e-3, 32: 50e-3, 64: 80e-3}, {w: 1.0 + (w > 8) + 3 * (w > 32) for w in range(1, 66)}],
+    ids=["rising", "in stairs"],
+)
+def test_where_nothing_is_worth_its_cost_no_larger_tree_pays(seconds: dict[int, float]) -> None:
+    cost, rng = PassCost(seconds), np.random.default_rng(0)
+    ended = 0
+    for _ in range(300):
+        scores = np.concatenate([[1], np.sort(rng.random(64) ** rng.integers(2, 9))[::-1]])
+        end = next((w for w in range(1, 65) if scores[w] < cost.worth[w] * scores[:w].sum()), 65)
+        assert cost.best_width(scores) <= end
+        ended += end < 65
+    assert ended > 100

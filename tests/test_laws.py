@@ -5,19 +5,25 @@ Speculation never changes what the target says; a stop holds exactly where it fa
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import ARCHITECTURES, CONTEXT, EOS, PATHS, VOCAB, OracleSpeculator, tiny_engine, tiny_model, tokenizer
-from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from specdec.engine import Conversation, ConversationBusyError, SpeculativeEngine
+from specdec.reply import Reply
 from specdec.sampling import PresencePenaltyProcessor
+from specdec.speculators import Proposal
 from specdec.step import Step
+from specdec.tree import TokenTree
 
 PROMPT = "the cat sat on the mat. the cat sat"
 DECODINGS = ("plain", "linear", "tree")
@@ -92,6 +98,26 @@ def test_law_2_greedy_with_penalties_agrees_with_transformers(path: str) -> None
     assert ids(list(engine.stream(prompt, conversation=chat, presence_penalty=0.9, **arguments))) == reference
 
 
+def test_law_2_what_generate_asks_of_the_prompt_and_a_config_object_count_too() -> None:
+    engine = tiny_engine()
+    prompt = tokenizer()(PROMPT)["input_ids"]
+    arguments: dict[str, Any] = {"max_new_tokens": 40, "encoder_repetition_penalty": 1.5, "encoder_no_repeat_ngram_size": 2}
+    reference = transformers_greedy(engine, prompt, **arguments)
+    assert reference != transformers_greedy(engine, prompt, max_new_tokens=40)
+    assert ids(list(engine.stream(prompt, do_sample=False, **arguments))) == reference
+    config = GenerationConfig(do_sample=False, **arguments)
+    assert ids(list(engine.stream(prompt, generation_config=config))) == reference
+
+
+def test_law_2_a_presence_penalty_acts_before_temperature_and_top_k() -> None:
+    engine = tiny_engine()
+    arguments: dict[str, Any] = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.5, "eos_token_id": VOCAB}
+    plain = ids(list(engine.stream(PROMPT, decoding="plain", top_k=1, **arguments)))
+    assert len(set(plain)) < 40
+    unique = ids(list(engine.stream(PROMPT, decoding="plain", top_k=1, presence_penalty=1e4, **arguments)))
+    assert len(set(unique)) == 40, "no token comes twice"
+
+
 @pytest.mark.parametrize("path", PATHS)
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32), honesty=st.floats(0, 1), budget=st.integers(0, 64), sampled=st.booleans())
@@ -104,6 +130,37 @@ def test_law_3_no_proposal_changes_the_output(seed: int, honesty: float, budget:
     assert ids(steps) == plain
     for step in steps:
         step.tree.check(VOCAB)
+
+
+def mangled(tree: TokenTree, how: str) -> TokenTree:
+    """``tree``, no longer fit to be verified."""
+    token_ids, parents = tree.token_ids.copy(), tree.parents.copy()
+    match how:
+        case "stale":
+            token_ids[0] += 1
+        case "alien":
+            token_ids[-1] = VOCAB
+        case "duplicate":
+            token_ids, parents = np.append(token_ids, token_ids[-1]), np.append(parents, parents[-1])
+        case "cyclic":
+            parents[-1] = len(parents) - 1
+        case "large":
+            more = np.arange(100)
+            token_ids, parents = np.append(token_ids, more), np.append(parents, len(token_ids) - 1 + more)
+    return TokenTree(token_ids, parents)
+
+
+@pytest.mark.parametrize("how", ["stale", "alien", "duplicate", "cyclic", "large"])
+def test_law_3_what_is_no_tree_for_the_text_is_not_verified(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine()
+    plain = ids(list(engine.stream(PROMPT, decoding="plain", max_new_tokens=30)))
+    chat = oracle(engine, plain)
+    propose = chat.speculator.propose
+    monkeypatch.setattr(chat.speculator, "propose", lambda *arguments: Proposal(mangled(propose(*arguments).tree, how)))
+    steps = list(engine.stream(PROMPT, conversation=chat, budget=8, max_new_tokens=30))
+    assert ids(steps) == plain
+    assert {len(step.tree) for step in steps} == {1}
+    assert "no tree for this text" in str(steps[0].note)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -164,6 +221,22 @@ def test_law_5_a_stop_string_across_token_borders_ends_the_text_with_it(decoding
     steps = list(engine.stream(PROMPT, decoding=decoding, max_new_tokens=60, stop_strings=[stop, "never to be said"]))
     assert "".join(step.text for step in steps) == whole[: whole.index(stop) + 3]
     assert steps[-1].finish_reason == "stop_string"
+
+
+def test_law_5_a_special_token_as_a_stop_string_ends_the_reply() -> None:
+    engine = tiny_engine()
+    plain = ids(list(engine.stream(PROMPT, decoding="plain", max_new_tokens=60, eos_token_id=VOCAB)))
+    bias = {(tokenizer().convert_tokens_to_ids("<|user|>"),): 100.0}
+    steps = list(
+        engine.stream(PROMPT, max_new_tokens=60, sequence_bias=bias, stop_strings=["<|user|>", "no"], eos_token_id=VOCAB)
+    )
+    assert len(plain) == 60
+    assert [len(ids(steps)), steps[-1].finish_reason] == [1, "eos"]
+
+
+def test_law_5_the_time_limit_ends_the_reply() -> None:
+    steps = list(tiny_engine().stream(PROMPT, max_new_tokens=150, max_time=0.0, eos_token_id=VOCAB))
+    assert [len(steps), steps[-1].finish_reason] == [1, "stopping_criteria"]
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -251,6 +324,22 @@ def test_two_conversations_interleaved_do_not_mix(path: str) -> None:
             if (step := next(stream, None)) is not None:
                 out.extend(step.token_ids)
     assert mixed == alone
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_two_conversations_in_two_threads_do_not_mix(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine(path=path)
+    prompts = [PROMPT, "a quite different text, a quite"]
+    alone = [ids(list(engine.stream(p, max_new_tokens=20))) for p in prompts]
+    read = Reply.read
+
+    def slow_read(*arguments: Any) -> Any:
+        time.sleep(0.002)
+        return read(*arguments)
+
+    monkeypatch.setattr(Reply, "read", slow_read)
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(lambda p: ids(list(engine.stream(p, max_new_tokens=20))), prompts)) == alone
 
 
 def test_a_second_turn_prefills_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,9 @@ import copy
 from typing import Any
 
 import pytest
-from toys import CONTEXT, tiny_engine, tokenizer
+from toys import CONTEXT, VOCAB, tiny_engine, tokenizer
 
-from specdec.prompt import Prompt, PromptError, encode
+from specdec.prompt import Prompt, PromptError, encode, fair_share
 from specdec.request import RequestError
 
 
@@ -32,6 +32,51 @@ def test_a_long_chat_keeps_the_system_prompt_and_the_newest_turns() -> None:
     assert "be brief" in text
     assert text.endswith("last question<|end|><|assistant|>")
     assert "question 0" not in text
+
+
+def test_a_chat_leaves_its_reply_a_fair_share_of_the_context() -> None:
+    messages = turns(20)
+    whole = len(tokenizer().apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+    assert encode(tokenizer(), messages, whole).trimmed == 0
+    assert len(encode(tokenizer(), messages, whole, reserve=30).token_ids) <= whole - 30
+    assert [fair_share(tokens, 200) for tokens in (None, 20, 100)] == [50, 20, 50]
+    steps = list(tiny_engine().stream(messages, max_new_tokens=40, eos_token_id=VOCAB))
+    assert steps[-1].finish_reason == "length", "not the context's end"
+
+
+def test_a_long_chat_is_tokenised_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    chatty, calls = copy.deepcopy(tokenizer()), 0
+    template = chatty.apply_chat_template
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return template(*args, **kwargs)
+
+    monkeypatch.setattr(chatty, "apply_chat_template", counted)
+    assert encode(chatty, turns(300), 120).trimmed > 500
+    assert calls < 14
+
+
+@pytest.mark.parametrize(
+    "message", [{"role": "user"}, {"content": "hello"}, "hello"], ids=["no content", "no role", "no message at all"]
+)
+def test_a_malformed_message_is_named(message: Any) -> None:
+    with pytest.raises(PromptError, match=r"needs.*content"):
+        encode(tokenizer(), [{"role": "user", "content": "hi"}, message], 100)
+
+
+def test_what_a_chat_template_refuses_is_named() -> None:
+    strict = copy.deepcopy(tokenizer())
+    strict.chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(PromptError, match="System role not supported"):
+        encode(strict, turns(1), 100)
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB])
+def test_a_token_id_outside_the_vocabulary_is_named(token: int) -> None:
+    with pytest.raises(PromptError, match="outside the model's vocabulary"):
+        tiny_engine().stream([5, token, 6])
 
 
 def test_one_message_longer_than_the_context_is_named() -> None:
@@ -62,6 +107,9 @@ def test_a_model_without_a_chat_template_is_named() -> None:
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"temprature": 0.5}, "temprature"),
         ({"num_beams": 4}, "num_beams=4"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6"),
+        ({"force_words_ids": [[5]]}, "force_words_ids"),
+        ({"token_healing": True}, "token_healing"),
         ({"do_sample": True, "temperature": -1.0}, "temperature"),
         ({"do_sample": True, "top_p": 7.0}, "top_p"),
     ],

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import ARCHITECTURES, tiny_engine, tiny_model
-from transformers import BloomConfig, MambaConfig, MistralConfig, PreTrainedConfig
+from transformers import BloomConfig, FalconConfig, MambaConfig, MistralConfig, Phi3Config, PreTrainedConfig
 
 from specdec.logits import fetch, target_view, top_tokens, view_on_device
 from specdec.target import Cancelled, TargetModel, UnsupportedModelError
@@ -18,6 +18,9 @@ SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
 UNSUPPORTED: dict[str, PreTrainedConfig] = {
     "sliding attention": MistralConfig(**SMALL, intermediate_size=32, num_key_value_heads=2, sliding_window=8),
     "recurrent state": MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2),
+    "takes no 4-D mask": FalconConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True, new_decoder_architecture=False
+    ),
     "4-D mask|position_ids": BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
 }
 
@@ -30,6 +33,26 @@ def test_an_unsupported_model_is_refused_by_name_with_the_reason_and_a_remedy(re
     assert type(model).__name__ in str(refusal.value)
     assert "Use a model" in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_model_in_training_mode_is_refused_for_its_dropout() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"training mode.*eval\(\)"):
+        TargetModel(tiny_model(ARCHITECTURES["gpt2"]).train())
+
+
+def test_a_window_as_long_as_the_context_hides_nothing() -> None:
+    grouped = {**SMALL, "intermediate_size": 32, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    TargetModel(tiny_model(MistralConfig(**grouped, sliding_window=64)))
+    with pytest.raises(UnsupportedModelError, match="sliding attention"):
+        TargetModel(tiny_model(MistralConfig(**grouped, sliding_window=63)))
+
+
+def test_long_rotary_embeddings_are_used_up_to_the_length_where_they_turn() -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 48}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    sizes = {**SMALL, "intermediate_size": 32, "max_position_embeddings": 128, "pad_token_id": None}
+    config = Phi3Config(**sizes, original_max_position_embeddings=48, rope_parameters=rope)
+    assert TargetModel(tiny_model(config)).context_limit == 48
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

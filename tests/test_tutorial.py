@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import torch
 from test_laws import ids, oracle
@@ -70,8 +71,8 @@ def test_a_deterministic_branch_is_kept_with_the_targets_probability_whatever_th
     plain = ids(list(engine.stream(PROMPT, decoding="plain", **arguments)))
 
     class Boastful(OracleSpeculator):
-        def propose(self, budget: int, branches: int | None = None):
-            proposal = super().propose(budget, branches)
+        def propose(self, budget: int, branches: int | None = None, worth: Any = None):
+            proposal = super().propose(budget, branches, worth)
             tree = proposal.tree
             scores = torch.full((len(tree),), 1.0).numpy()  # sure of everything
             return type(proposal)(TokenTree(tree.token_ids, tree.parents, scores))

@@ -161,7 +161,7 @@ class OracleSpeculator:
     def begin(self, token_ids: Sequence[int], top: TopK | None, start: int) -> None:
         self.root, self.done = token_ids[-1], 0
 
-    def propose(self, budget: int, branches: int | None = None) -> Proposal:
+    def propose(self, budget: int, branches: int | None = None, worth: Any = None) -> Proposal:
         tokens, parents, true_node = [self.root], [-1], 0
         for depth in range(budget):
             if len(tokens) > budget:

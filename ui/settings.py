@@ -54,9 +54,9 @@ class Settings:
 
         Whatever the model's generation config says about sampling, the page's fields are what counts.
         """
-        sampling: dict[str, bool | int | float] = {"do_sample": False}
+        sampling: dict[str, bool | int | float] = {"do_sample": False, "repetition_penalty": 1.0}
         if self.temperature > 0:
-            sampling = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
+            sampling |= {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
         return {
             "decoding": self.decoding,
             "budget": self.budget,

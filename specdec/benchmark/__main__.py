@@ -154,9 +154,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     Raises LoadError, UnsupportedModelError, QuestionsError; KeyboardInterrupt before a question is done.
     """
     questions = load_questions(options.questions, options.categories, options.limit)
-    arguments: dict[str, Any] = {"max_new_tokens": options.max_new_tokens}
+    arguments: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": options.temperature > 0}
     if options.temperature > 0:
-        arguments |= {"do_sample": True, "temperature": options.temperature, "top_k": 0, "seed": 0}
+        arguments |= {"temperature": options.temperature, "top_k": 0, "seed": 0}
     engine = SpeculativeEngine(options.model, device=options.device, dtype=options.dtype)
     if options.study:
         study(engine)

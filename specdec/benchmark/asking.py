@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -137,7 +138,7 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str
 
 def difference(engine: SpeculativeEngine, prompt: Sequence[int], mine: Answer, plain: Answer) -> Difference | None:
     """Where ``mine`` leaves ``plain``'s text, if it does."""
-    pairs = enumerate(zip(mine.token_ids, plain.token_ids, strict=False))
+    pairs = enumerate(zip_longest(mine.token_ids, plain.token_ids))
     position = next((i for i, (a, b) in pairs if a != b), None)
     if position is None:
         return None

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from specdec.benchmark.lanes import synchronize
 from specdec.cost import WIDTHS
 from specdec.engine import SpeculativeEngine
+from specdec.transfer import synchronize
 from specdec.tree import TokenTree
 
 CONTEXT, STEPS = 256, 32

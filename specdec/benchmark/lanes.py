@@ -16,6 +16,7 @@ from specdec.speculators import Speculator, TopK
 from specdec.speculators.replay import Recorder
 from specdec.stats import Stats
 from specdec.step import Step
+from specdec.transfer import synchronize
 
 LANES = ("plain", "linear", "tree", "transformers", "transformers-prompt-lookup", "transformers-static")
 STATIC = LANES[-1]
@@ -123,7 +124,7 @@ class TransformersLane:
     def answer(self, prompt: Sequence[int], arguments: dict[str, Any]) -> Answer:
         """Generate, with a clock among the stopping criteria."""
         clock = _PassClock()
-        arguments = {"do_sample": False, **arguments}
+        arguments = dict(arguments)
         torch.manual_seed(arguments.pop("seed", 0))
         start = time.perf_counter()
         output = self.engine.model.generate(
@@ -138,12 +139,6 @@ class TransformersLane:
             for (length_before, moment_before), (length, moment) in zip(clock.ticks, clock.ticks[1:], strict=False)
         ]
         return Answer(tuple(output[0, len(prompt) :].tolist()), tuple(passes), clock.ticks[0][1] - start)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for what was queued on a CUDA ``device``; nowhere else is a clock read before the work is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def stats(answers: Sequence[Answer]) -> Stats:

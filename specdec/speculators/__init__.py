@@ -54,8 +54,11 @@ class Speculator(Protocol):
         ``top``, where given, is what the target says after the positions from ``start`` on.
         """
 
-    def propose(self, budget: int, branches: int | None = None) -> Proposal:
-        """At most ``budget`` nodes besides the root; ``branches=1`` gives the best single path."""
+    def propose(self, budget: int, branches: int | None = None, worth: NDArray[np.float64] | None = None) -> Proposal:
+        """At most ``budget`` nodes besides the root; ``branches=1`` gives the best single path.
+
+        ``worth`` (`specdec.cost.PassCost.worth`), where given, tells where it may end sooner.
+        """
         ...
 
     def observe(self, tree: TokenTree, path: Sequence[int], emitted: Sequence[int], top: TopK | None) -> None:

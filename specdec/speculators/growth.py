@@ -81,6 +81,7 @@ def grow(
     size: int,
     deepest: int,
     branches: int,
+    worth: NDArray[np.float64],
     token_ids: NDArray[np.int64],
     parents: NDArray[np.int64],
     scores: NDArray[np.float32],
@@ -89,7 +90,9 @@ def grow(
     """Fill the tree arrays [budget + 1] below the root, most probable path first.
 
     Every node taken is expanded: its candidates, at most ``branches`` of them, join the queue under the product of the
-    probabilities along their path. Returns the number of nodes and the longest context match behind the root.
+    probabilities along their path. Ends, after the first node, where the
+    next one scores below its ``worth`` times the sum of all before it. Returns the number of nodes and the longest context
+    match behind the root.
     """
     budget = token_ids.shape[0] - 1
     room = (budget + 1) * MOST_CHILDREN
@@ -109,6 +112,7 @@ def grow(
     kinds[0] = 0
     count = 1
     node = 0
+    expected = 1.0
     while count <= budget:
         if depths[node] < deepest:
             length = suffix_at(context, size, node, token_ids, parents, suffix)
@@ -136,6 +140,9 @@ def grow(
             break
         taken = take_best(queue, queued, path_scores)
         queued -= 1
+        if count > 1 and path_scores[taken] < worth[min(count, worth.shape[0] - 1)] * expected:
+            break
+        expected += path_scores[taken]
         token_ids[count] = tokens[taken]
         parents[count] = above[taken]
         scores[count] = path_scores[taken]

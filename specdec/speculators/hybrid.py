@@ -94,8 +94,11 @@ class HybridSpeculator:
         if 0 < start + len(ids) == self._size - 1 and len(ids):
             self._previous = ids[-1], probs[-1]
 
-    def propose(self, budget: int, branches: int | None = None) -> Proposal:
-        """The best tree of at most ``budget`` nodes below the root; a node has at most ``branches`` children (1: a chain)."""
+    def propose(self, budget: int, branches: int | None = None, worth: NDArray[np.float64] | None = None) -> Proposal:
+        """The best tree of at most ``budget`` nodes below the root; a node has at most ``branches`` children (1: a chain).
+
+        It ends sooner where no more nodes are ``worth`` their cost.
+        """
         if not self._size:
             raise ValueError("nothing to continue: begin() was not given any tokens")
         nodes = max(budget, 0) + 1
@@ -110,6 +113,7 @@ class HybridSpeculator:
             self._size,
             self.gamma,
             nodes if branches is None else branches,
+            np.zeros(nodes) if worth is None else worth,
             token_ids,
             parents,
             scores,

@@ -98,9 +98,9 @@ class Recorder:
             self._views.append(top)
         self.speculator.begin(token_ids, top, start)
 
-    def propose(self, budget: int, branches: int | None = None) -> Proposal:
+    def propose(self, budget: int, branches: int | None = None, worth: NDArray[np.float64] | None = None) -> Proposal:
         """The other one's proposal."""
-        return self.speculator.propose(budget, branches)
+        return self.speculator.propose(budget, branches, worth)
 
     def observe(self, tree: TokenTree, path: Sequence[int], emitted: Sequence[int], top: TopK | None) -> None:
         """Keep the accepted nodes' rows."""

@@ -160,6 +160,7 @@ class SpeculativeEngine:
 
     def _decode(self, request: Request, chat: Conversation) -> Iterator[Step]:
         with chat.exclusive(), self.target.memory_guard():
+            cost = self.pass_cost  # measured, where it is not yet, before the clock starts
             reply = Reply(request, self.tokenizer, self.target.device, self.target.draws_at_once)
             root = request.prompt.token_ids[-1]
             start = time.perf_counter()
@@ -170,15 +171,24 @@ class SpeculativeEngine:
             prefill_seconds = time.perf_counter() - start
             for index in count():
                 with self.passes:
-                    step = self._step(index, request, chat, reply, root, prefill_seconds)
+                    step = self._step(index, request, chat, reply, root, cost, prefill_seconds)
                 root = step.token_ids[-1]
                 yield step
                 if step.finish_reason is not None:
                     return
 
-    def _step(self, index: int, request: Request, chat: Conversation, reply: Reply, root: int, prefill_seconds: float) -> Step:
+    def _step(
+        self,
+        index: int,
+        request: Request,
+        chat: Conversation,
+        reply: Reply,
+        root: int,
+        cost: PassCost,
+        prefill_seconds: float,
+    ) -> Step:
         """One round: propose, verify, accept, commit."""
-        cost, top_k = self.pass_cost, self._top_k(request, chat)  # measured, where it is not yet, before the clock starts
+        top_k = self._top_k(request, chat)
         drafting = time.perf_counter()
         proposal, note = self._propose(request, chat, root, reply.remaining)
         tree = proposal.tree

@@ -6,7 +6,11 @@ import hashlib
 import os
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
+
+SHIPPED = Path(__file__).parent / "studied"
+"""Studies that come with the package: what ``python -m specdec.benchmark --study`` left in the cache folder."""
 
 
 def cache_folder() -> Path:
@@ -18,10 +22,17 @@ def cache_folder() -> Path:
 def model_file(kind: str, model: PreTrainedModel) -> Path:
     """The file of ``kind`` ("memory", "vocabulary") that belongs to this very model, whatever it is called.
 
-    A model is known by its class and by a few weights of every tensor, so that a fine-tuned one has files of its own.
+    A model is known by its class and by a few weights of every tensor, so that a fine-tuned one has files of its own, and the
+    same one in another number format has not.
     """
     digest = hashlib.sha256(type(model).__name__.encode())
     for name, weights in model.named_parameters():
         digest.update(name.encode())
-        digest.update(weights.detach().flatten()[:8].float().cpu().numpy().round(3).tobytes())
+        digest.update(weights.detach().flatten()[:8].to(torch.bfloat16).float().cpu().numpy().round(3).tobytes())
     return cache_folder() / kind / f"{digest.hexdigest()[:16]}.npz"
+
+
+def studied_file(name: str) -> Path:
+    """The file called ``name`` (`model_file`'s of kind "vocabulary"): the user's own, else the one that is shipped."""
+    own, shipped = cache_folder() / "vocabulary" / name, SHIPPED / name
+    return shipped if shipped.exists() and not own.exists() else own

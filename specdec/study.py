@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specdec.folders import model_file
+from specdec.folders import model_file, studied_file
 from specdec.speculators.vocabulary import ChatFrame, Vocabulary
 from specdec.target import TargetModel
 
@@ -66,7 +66,7 @@ def study(
 def load_vocabulary(model: PreTrainedModel) -> Vocabulary:
     """What earlier studies of this very model saved; an empty one where there was none, or where it is damaged."""
     try:
-        return Vocabulary.load(model_file("vocabulary", model))
+        return Vocabulary.load(studied_file(model_file("vocabulary", model).name))
     except FileNotFoundError:
         return Vocabulary()
     except ValueError as error:

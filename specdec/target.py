@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, StaticCache, get_layer_types_and_kwargs
 
+from specdec.attention import folded
 from specdec.cache import LayerShape, TreeCache
 from specdec.cost import WIDTHS, PassCost
 from specdec.errors import MemoryFullError, first_line, is_out_of_memory
@@ -60,8 +61,6 @@ class TargetModel:
         config = model.config.get_text_config(decoder=True)
         self.vocab_size: int = config.vocab_size
         self.context_limit = _context_limit(config)
-        if self.device.type == "cpu":  # grouped heads natively: without it, a masked pass copies all K/V per query head
-            os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
         _require_full_attention(model, self.context_limit)
         self._shapes = self._layer_shapes()
         cuda = self.device.type == "cuda"
@@ -211,14 +210,15 @@ class TargetModel:
         # By index, not by count, which slices: a strided input makes a bfloat16 Linear 100 times slower on a CPU. On the CPU,
         # where an index serves whatever device the last layer is on.
         rows = torch.tensor([token_ids.shape[1] - 1]) if last else 0
-        logits: Tensor = self.model(
-            input_ids=token_ids,
-            position_ids=positions,
-            attention_mask=mask,
-            cache=cache,
-            use_cache=cache is not None,
-            logits_to_keep=rows,
-        ).logits
+        with folded(self.model):
+            logits: Tensor = self.model(
+                input_ids=token_ids,
+                position_ids=positions,
+                attention_mask=mask,
+                cache=cache,
+                use_cache=cache is not None,
+                logits_to_keep=rows,
+            ).logits
         return logits
 
     def _require_tree_attention(self) -> None:

@@ -43,7 +43,6 @@ def load(model: str | None, dtype: str, report: Progress) -> SpeculativeEngine:
 
     It is checked on the CPU: only a child may compute on the GPU. Raises as `SpeculativeEngine`.
     """
-    os.environ["TRANSFORMERS_SDPA_FORCE_GQA"] = "0"  # what a target sets that stays on the CPU
     dtype = "bfloat16" if dtype == "auto" else dtype
     engine = SpeculativeEngine(model or CUDA_DEFAULT, device="cpu", dtype=dtype, progress=report)
     engine.model.to("cuda")

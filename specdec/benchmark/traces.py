@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.benchmark.report import markdown
-from specdec.folders import cache_folder
+from specdec.folders import studied_file
 from specdec.speculators import Speculator
 from specdec.speculators.memory import Memory
 from specdec.speculators.replay import Recording, Score, Trace, replay
@@ -69,7 +69,7 @@ def load_traces(path: Path, categories: Collection[str] = ()) -> tuple[Recording
     """
     try:
         recording = Recording.load(path)
-        table = cache_folder() / "vocabulary" / recording.vocabulary
+        table = studied_file(recording.vocabulary)
         vocabulary = Vocabulary.load(table) if table.is_file() else None
     except OSError as error:
         raise TracesError(f"cannot read {path}: {error.strerror}; make it with --record {path}") from error

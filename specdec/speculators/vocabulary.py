@@ -107,8 +107,10 @@ class Vocabulary:
         blend_text(self.logits, token_ids, start, *_arrays(top), LOGIT_ORDERS, 0.0)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to ``path``, whole or not at all."""
-        save_arrays(path, {"done": np.array([self.adjacent, self.rounds]), **pack(self.logits, "logits")})
+        """Write it to ``path``, whole or not at all; shares as float16."""
+        arrays = pack(self.logits, "logits")
+        arrays["logits.shares"] = arrays["logits.shares"].astype(np.float16)
+        save_arrays(path, {"done": np.array([self.adjacent, self.rounds]), **arrays})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], keys: int = 1 << 19) -> Vocabulary:

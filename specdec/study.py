@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 TOP_K = 50
 """Next tokens that self-talk draws from and the table learns from."""
-ROUNDS = 6
+ROUNDS = 12
 """Rounds of self-talk after which a model is known well enough."""
 ROWS, LENGTH = 64, 256
 """Texts of self-talk per round, and their tokens."""

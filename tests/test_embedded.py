@@ -9,8 +9,11 @@ import torch
 
 from specdec.benchmark.questions import load_questions
 from specdec.engine import Conversation, SpeculativeEngine
+from specdec.folders import SHIPPED, model_file
 from specdec.speculators.memory import Memory
+from specdec.speculators.vocabulary import Vocabulary
 from specdec.stats import Stats
+from specdec.study import ROUNDS
 
 PROMPTS = [question.turns[0] for question in load_questions(limit=12)]
 TOKENS = 16
@@ -31,6 +34,12 @@ def ids(engine: SpeculativeEngine, chat: tuple[list[dict[str, str]], Conversatio
     messages, conversation = chat
     steps = engine.stream(messages, conversation=conversation, max_new_tokens=TOKENS, **arguments)
     return [token for step in steps for token in step.token_ids]
+
+
+def test_the_study_of_the_default_model_comes_with_the_package(engine: SpeculativeEngine) -> None:
+    study = Vocabulary.load(SHIPPED / model_file("vocabulary", engine.model).name)
+    assert study.adjacent == engine.target.vocab_size
+    assert study.rounds >= ROUNDS
 
 
 def test_greedy_tree_linear_plain_and_transformers_agree(

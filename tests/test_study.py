@@ -6,10 +6,11 @@ import copy
 from pathlib import Path
 
 import pytest
+import torch
 from test_laws import ids
 from toys import ARCHITECTURES, VOCAB, tiny_model, tokenizer
 
-from specdec import study
+from specdec import folders, study
 from specdec.engine import SpeculativeEngine
 from specdec.folders import model_file
 from specdec.study import chat_frame
@@ -57,6 +58,27 @@ def test_each_model_has_a_file_of_its_own_and_a_damaged_one_is_set_aside(caplog:
     path.write_bytes(b"not a table")
     assert engine(0).vocabulary.adjacent == 0
     assert str(path) in caplog.text
+
+
+def test_a_study_that_is_shipped_serves_until_there_is_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "SHIPPED", tmp_path / "shipped")
+    first = engine()
+    first.study(lambda what, share: True, rounds=1)
+    own = model_file("vocabulary", first.model)
+    folders.SHIPPED.mkdir()
+    own.rename(folders.SHIPPED / own.name)
+    second = engine()
+    assert (second.vocabulary.adjacent, second.vocabulary.rounds) == (VOCAB, 1)
+    second.study(lambda what, share: True, rounds=2)
+    assert engine().vocabulary.rounds == 2
+    own.unlink()
+    assert engine().vocabulary.rounds == 1
+
+
+def test_a_model_has_one_study_in_every_number_format() -> None:
+    model = engine().model
+    name = model_file("vocabulary", model).name
+    assert model_file("vocabulary", model.to(torch.bfloat16)).name == name
 
 
 def test_the_chat_template_is_cut_where_messages_go() -> None:

@@ -20,7 +20,7 @@ from toys import ARCHITECTURES, tiny_engine, tiny_model, tokenizer
 from specdec.engine import SpeculativeEngine
 from ui.chat import ChatHandlers, Frame, show
 from ui.chats import MAX_WARM, Chat, Message, Tabs, read_messages
-from ui.inert import inert, original
+from ui.inert import inert
 from ui.page import build
 from ui.pump import Pump
 from ui.settings import Settings
@@ -266,24 +266,6 @@ def test_only_the_latest_chats_keep_their_memory(handlers: ChatHandlers) -> None
         send(handlers, QUESTION, str(number), ("plain", "auto", 0, 1, 0, 1, ""))
     warm = [number for number in range(MAX_WARM + 2) if handlers.tabs._chats[str(number)].conversation]
     assert warm == list(range(2, MAX_WARM + 2))
-
-
-HOSTILE = [
-    "<img src=x onerror=alert(1)>",
-    "</svg><script>x</script>",
-    "![a](http://x/y.png)",
-    "<|im_end|>",
-    "<!-- a -->",
-    "a <b c",
-]
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-def test_hostile_text_is_disarmed_outside_code_and_comes_back_unchanged(text: str) -> None:
-    assert not any(mark in inert(text) for mark in ("<i", "<s", "</", "![", "<|", "<!", "<b"))
-    assert original(inert(text)) == text
-    assert inert(f"```\n{text}\n```") == f"```\n{text}\n```"
-    assert inert(f"`{text}`") == f"`{text}`"
 
 
 def test_reasoning_is_folded_and_an_edit_still_finds_its_question(handlers: ChatHandlers) -> None:

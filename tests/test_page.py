@@ -435,3 +435,167 @@ def axe(page: Page) -> list[str]:
         if violation["impact"] in ("serious", "critical")
         for node in violation["nodes"]
     ]
+
+
+NOT_CODE = """\\`<img src="https://elsewhere.invalid/escaped">`
+
+``` a`b
+<img src="https://elsewhere.invalid/info-string">
+
+# a `
+<img src="https://elsewhere.invalid/two-blocks"> `
+
+<form action="https://elsewhere.invalid/form" style="background: url(https://elsewhere.invalid/style)"><input></form>
+
+![image](https://elsewhere.invalid/image)
+
+\\(\\includegraphics{https://elsewhere.invalid/math}\\)
+
+```mermaid
+graph TD; A[<img src="https://elsewhere.invalid/diagram">]-->B
+```
+
+- ```
+  code
+
+<img src="https://elsewhere.invalid/after-a-list">
+
+text
+    ```
+<img src="https://elsewhere.invalid/indented">"""
+"""What a reader may take for code, or for harmless, and Gradio's Markdown does not."""
+
+
+def test_what_only_looks_like_code_is_inert_too(page: Page) -> None:
+    limit(page, 4)
+    say(page, NOT_CODE)
+    finish(page)
+    message = page.locator(".user-row")
+    expect(message).to_contain_text("elsewhere.invalid/diagram")
+    page.wait_for_timeout(500)  # whatever were active would begin to load
+    assert message.locator("img, form, input, .mermaid, [style*=url]").count() == 0
+
+
+def test_a_link_leads_to_the_web_and_nowhere_else(page: Page, context: BrowserContext) -> None:
+    limit(page, 4)
+    hostile = [
+        "javascript:window.hacked=1",
+        "javascrip&#9;t:window.hacked=1",
+        "javascrip&Tab;t:window.hacked=1",
+        "data:text/html,x",
+    ]
+    say(page, " ".join(f"[link]({address})" for address in [*hostile, "file:///etc/passwd", "https://elsewhere.invalid/"]))
+    finish(page)
+    links = page.locator(".user-row a")
+    expect(links).to_have_count(6)
+    for number in range(5):
+        links.nth(number).evaluate("link => { link.target = '_self'; link.click(); }")
+    page.wait_for_timeout(300)
+    assert page.evaluate("window.hacked") is None
+    expect(page.locator("#box .submit-button")).to_be_visible()
+    assert len(context.pages) == 1
+    expect(links.last).to_have_attribute("href", "https://elsewhere.invalid/")
+
+
+def test_even_a_live_tag_would_load_nothing_from_elsewhere(browser: Browser, url: str) -> None:
+    with browser.new_context() as context:
+        page = open_page(context, url)
+        refused = page.evaluate("""async () => {
+            const refused = new Set();
+            addEventListener("securitypolicyviolation", (event) => refused.add(event.effectiveDirective));
+            const there = location.origin.replace("127.0.0.1", "127.0.0.2");
+            const host = document.body.appendChild(document.createElement("div"));
+            host.innerHTML = `<img src="${there}/a"><video src="${there}/b"></video><iframe src="${there}/c"></iframe>
+                <object data="${there}/d"></object><link rel="stylesheet" href="${there}/e"><form action="${there}/f"></form>
+                <style>@font-face { font-family: there; src: url(${there}/g) }</style><p style="font-family: there">text</p>`;
+            host.querySelector("form").submit();
+            await new Promise((resolve) => setTimeout(resolve, 1000));
+            return [...refused].sort();
+        }""")
+        assert refused == ["font-src", "form-action", "frame-src", "img-src", "media-src", "object-src", "style-src-elem"]
+
+
+CODE = '<div class="a">\n  <b>wow![0]</b>\n</div>'
+
+
+def test_what_is_copied_is_the_text_itself(page: Page, context: BrowserContext) -> None:
+    context.grant_permissions(["clipboard-read", "clipboard-write"])
+    limit(page, 4)
+    text = f"Is <b> a **tag**?\n\n```html\n{CODE}\n```"
+    say(page, text)
+    finish(page)
+    message = page.locator(".user-row")
+    message.locator(".copy_code_button").click()
+    assert copied(page) == CODE
+    message.locator("pre").evaluate("code => getSelection().selectAllChildren(code)")
+    page.keyboard.press("ControlOrMeta+c")
+    assert copied(page).strip() == CODE
+    message.locator("p").first.evaluate("paragraph => getSelection().selectAllChildren(paragraph)")
+    page.keyboard.press("ControlOrMeta+c")
+    assert copied(page).strip() == "Is <b> a tag?"
+    assert re.search(r"Is &lt;b&gt; a <strong[^>]*>tag</strong>", copied(page, "text/html"))
+    reply = page.locator(".bot-row")
+    reply.evaluate("reply => getSelection().selectAllChildren(reply)")
+    page.keyboard.press("ControlOrMeta+c")
+    assert "\u2063" not in copied(page)
+    assert "4 tok" in copied(page)
+    page.get_by_role("button", name="Copy message").last.click()
+    assert reply.inner_text().replace("\u2060", "").startswith(copied(page))
+    assert "4 tok" not in copied(page)
+    page.get_by_role("button", name="Edit").click()
+    page.locator("#chatbot textarea").press("ControlOrMeta+a")
+    page.keyboard.press("ControlOrMeta+c")
+    assert copied(page) == text
+
+
+def copied(page: Page, kind: str = "text/plain") -> str:
+    read = "async (kind) => (await (await navigator.clipboard.read())[0].getType(kind)).text()"
+    return str(page.evaluate(read, kind))
+
+
+def test_all_of_a_visit_fits_390_pixels(context: BrowserContext, url: str) -> None:
+    page = context.new_page()
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.goto(url)
+    limit(page, 12)
+    say(page, LIST)
+    finish(page)
+    assert figures(page).startswith("12 tok")
+    page.get_by_role("button", name="Audit the reply").click()
+    expect(page.locator(".bot-row").last).to_contain_text("the target's own choice")
+    title = page.locator("#specdec-panel h2").first
+    scrubber = page.locator("#specdec-panel .scrubber")
+    scrubber.click(position={"x": 2, "y": 20})
+    expect(title).to_have_text("Step 1")
+    menu = page.locator("#specdec-panel .menu")
+    for name in ("Tree as SVG", "Tree as PNG", "Tree as GraphML", "Reply as trace (JSON)", "Reply as a web page"):
+        menu.locator("summary").click()
+        entry = menu.get_by_role("button", name=name)
+        expect(entry).to_be_in_viewport(ratio=1)
+        with page.expect_download():
+            entry.click()
+    page.locator("#chats .toggle-button").click()
+    row = page.locator(".shelf .row .open")
+    expect(row).to_be_in_viewport(ratio=1)
+    page.get_by_role("button", name="New chat").click()
+    expect(page.locator(".user-row")).to_have_count(0)
+    row.click()
+    expect(page.locator(".user-row")).to_have_text(LIST)
+    page.locator("#chats .toggle-button").click()
+    expect(row).not_to_be_in_viewport()
+    page.get_by_role("tab", name="Compare").click()
+    page.locator("#compare-prompt textarea").fill("Name a colour.")
+    page.get_by_label("Max tokens").last.fill("16")
+    page.get_by_role("button", name="Run the comparison").click()
+    expect(page.locator(".race .lane.home")).to_have_count(3, timeout=60_000)
+    expect(page.locator(".race-headline")).to_contain_text(re.compile(r"times as fast as plain|fastest"))
+    page.locator(".race-play").click()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_code_in_every_language_is_shown(page: Page) -> None:
+    limit(page, 4)
+    languages = ["cpp", "php", "python", "latex", "bash", "json", "sql", "java", "go", "rust", "yaml", "html", "css", "js", "c"]
+    say(page, "\n\n".join(f"```{language}\ncode in {language}\n```" for language in languages))
+    finish(page)
+    expect(page.locator(".user-row pre")).to_have_text([re.compile(f"code in {language}") for language in languages])

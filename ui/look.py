@@ -12,6 +12,11 @@ from ui import frontend
 
 TITLE = "Token Tree Chat"
 FAVICON = frontend.ASSETS / "favicon.svg"
+_POLICY = (
+    "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; connect-src *; "  # Gradio is inline and evaluates
+    "frame-src 'none'; object-src 'none'; form-action 'self'"
+)
+"""The second wall, behind `ui.inert`: a tag in a reply, were one ever live, could load nothing from elsewhere."""
 _INK, _PAPER = "#1a1e24", "#ffffff"  # as in the panel's palette
 _ACCENT, _ACCENT_DARK = "#0b7a5c", "#57d4ac"
 _INK_DARK, _PAPER_DARK = "#e9ebee", "#191c21"
@@ -23,7 +28,9 @@ def look() -> dict[str, Any]:
     return {
         "theme": _theme(),
         "css_paths": [frontend.ASSETS / "page.css"],
-        "head": f"<script>{script}</script>",
+        "head": f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta http-equiv="x-dns-prefetch-control" content="off">'  # nor is a name in a link looked up before a click
+        f"<script>{script}</script>",
         "favicon_path": FAVICON,
         "footer_links": [],
     }

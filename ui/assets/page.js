@@ -54,10 +54,38 @@
   if (document.body) begin();
   else addEventListener("DOMContentLoaded", begin);
 
-  // What is copied is the text itself: without the word joiners that keep tags inert, and without our lines below it.
+  // A link in the chat leads to the web and nowhere else, whatever the model wrote as its address.
+  addEventListener(
+    "click",
+    (event) => {
+      const link = event.target.closest?.("#chatbot a");
+      if (link && !/^https?:$/.test(link.protocol)) event.preventDefault();
+    },
+    true,
+  );
+
+  // What is copied is the text itself: without the word joiners that keep it inert, and without our lines below it.
+  const itself = (text) => text.replace(/(^|<|!|(?:```|~~~)[ \t]*)\u2060/g, "$1").replace(/\s*\u2063[^\u2063]*\u2063/g, "");
   const clipboard = navigator.clipboard;
   if (clipboard) {
     const write = clipboard.writeText.bind(clipboard);
-    clipboard.writeText = (text) => write(text.replace(/([<!])\u2060/g, "$1").replace(/\s*\u2063[^\u2063]*\u2063/g, ""));
+    clipboard.writeText = (text) => write(itself(text));
   }
+
+  // What is selected is copied as it is seen, without what is invisible in it; in a field it is the text itself.
+  const seen = (text) => text.replace(/[\u2060\u2063]/g, "");
+  addEventListener("copy", (event) => {
+    const { target, clipboardData } = event;
+    const selection = getSelection();
+    const field = "selectionStart" in target;
+    const text = field ? target.value.slice(target.selectionStart, target.selectionEnd) : String(selection);
+    if (!/[\u2060\u2063]/.test(text)) return;
+    clipboardData.setData("text/plain", field ? itself(text) : seen(text));
+    if (!field) {
+      const copy = document.createElement("div");
+      copy.append(selection.getRangeAt(0).cloneContents());
+      clipboardData.setData("text/html", seen(copy.innerHTML));
+    }
+    event.preventDefault();
+  });
 })();

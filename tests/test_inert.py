@@ -1,0 +1,71 @@
+"""Text from outside is inert, wherever in Markdown it stands, and comes back unchanged."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ui.inert import inert, original
+
+ACTIVE = re.compile(r"<[A-Za-z/!?|]|!\[|```mermaid")
+HOSTILE = [
+    "<img src=x onerror=alert(1)>",
+    "</svg><script>x</script>",
+    "![a](http://x/y.png)",
+    "<|im_end|>",
+    "<!-- a -->",
+    "a <b c",
+    "<![CDATA[x]]>",
+    "```mermaid\ngraph TD; A-->B\n```",
+]
+AROUND = [
+    "{}",
+    "`{}`",
+    "```\n{}\n```",
+    "\\`{}`",
+    "``` a`b\n{}",
+    "    ```\n{}",
+    "# a `\n{} `",
+    "- ```\n  a\n\n{}",
+    "{}\u2060",
+    "\\({}\\)",
+]
+PIECES = [
+    "<",
+    "!",
+    "[",
+    "`",
+    "```",
+    "~~~",
+    "\u2060",
+    "mermaid",
+    "cpp",
+    "a",
+    "/",
+    "?",
+    "|",
+    " ",
+    "\n",
+    "\\",
+    "(",
+    ")",
+    "]",
+    "$$",
+]
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_text_is_disarmed_in_code_as_elsewhere_and_comes_back_unchanged(text: str, around: str) -> None:
+    text = around.format(text)
+    assert not ACTIVE.search(inert(text))
+    assert original(inert(text)) == text
+
+
+@given(st.lists(st.sampled_from(PIECES)).map("".join))
+def test_whatever_the_text_nothing_in_it_is_active_and_the_original_comes_back(text: str) -> None:
+    assert not ACTIVE.search(inert(text))
+    assert original(inert(text)) == text

@@ -318,6 +318,9 @@ def test_390_pixels_are_enough(context: BrowserContext, url: str) -> None:
     page.get_by_role("tab", name="Compare").click()
     expect(page.locator("#compare-run")).to_be_visible()
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    fields = page.locator("input, textarea, select")
+    sizes = fields.evaluate_all("fields => fields.map((field) => parseFloat(getComputedStyle(field).fontSize))")
+    assert min(sizes) >= 16, "below that iOS zooms in on focus"
 
 
 def test_light_and_dark_can_be_switched_and_stay(page: Page) -> None:

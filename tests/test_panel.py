@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from browser import launch_browser, served, traced_tasks
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 from steps import random_steps, random_trace, token_text
 
+from specdec.draw import to_networkx
+from ui.frontend import ASSETS
 from ui.panel import PanelFeed, complaint, live_panel, replay
 from ui.trace import load_trace, to_html
 
@@ -156,6 +160,22 @@ def test_details_on_hover_and_on_keyboard_focus(page: Page) -> None:
     expect(details).to_be_hidden()
 
 
+def test_details_of_the_focused_node_hold_while_the_reply_goes_on_until_escape(page: Page) -> None:
+    start, *steps, _ = feed_payloads(4)
+    receive(page, start, steps[0])
+    page.focus('.tree [data-node="0"]')
+    details = page.locator(".node-details")
+    receive(page, steps[1])
+    expect(page.locator(".specdec h2")).to_have_text("Step 2")
+    expect(details).to_be_visible()
+    page.keyboard.press("Escape")
+    receive(page, steps[2])
+    expect(page.locator(".specdec h2")).to_have_text("Step 3")
+    expect(details).to_be_hidden()
+    page.keyboard.press("ArrowRight")
+    expect(details).to_be_visible()
+
+
 def test_keys_tokens_and_the_scrubber_lead_to_steps(page: Page) -> None:
     show(page, random_trace(40, nodes=6), 10)
     title = page.locator(".specdec h2")
@@ -179,6 +199,49 @@ def test_large_trees_say_how_much_is_hidden(page: Page) -> None:
     expect(page.locator(".tree .node:not(.target)")).to_have_count(64)
 
 
+def test_an_expanded_tree_is_all_in_sight_and_its_pill_keeps_the_focus(page: Page) -> None:
+    show(page, random_trace(5, nodes=63), 3)
+    page.focus(".tree .more")
+    page.keyboard.press("Space")
+    expect(page.locator(".tree .more")).to_have_text("show fewer")
+    bottoms = "[...document.querySelectorAll('.tree, .tree .more')].map((part) => part.getBoundingClientRect().bottom)"
+    tree, pill = page.evaluate(bottoms)
+    assert pill <= tree
+    assert not page.evaluate("panel.playback.playing")
+    page.keyboard.press("Enter")
+    expect(page.locator(".tree .more")).to_have_text(re.compile("more"))
+    expect(page.locator(".tree .more")).to_be_focused()
+
+
+def test_the_tokens_of_the_strip_tell_their_origin_to_keys_and_screen_readers(page: Page) -> None:
+    trace = random_trace(30, nodes=8)
+    step = next(i for i, record in enumerate(trace["steps"]) if len(record["token_ids"]) == 2)
+    show(page, trace, step)
+    stop = page.locator(".strip [tabindex='0']")
+    expect(stop).to_have_text(trace["steps"][step]["token_texts"][0].replace("\n", "⏎"))
+    expect(stop).to_have_attribute("aria-label", re.compile(rf", accepted draft, step {step + 1}$"))
+    stop.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    expect(stop).to_be_focused()
+    expect(stop).to_have_attribute("aria-label", re.compile(rf", step {step + 2}$"))
+    expect(page.locator(".specdec h2")).to_have_text(f"Step {step + 1}")
+    page.keyboard.press("Enter")
+    expect(page.locator(".specdec h2")).to_have_text(f"Step {step + 2}")
+    expect(stop).to_be_focused()
+    expect(page.locator(".strip-card .legend .token")).to_have_text(["accepted draft", "bonus", "recovered", "plain"])
+
+
+def test_a_source_has_one_name(page: Page) -> None:
+    show(page, random_trace(30, nodes=12), 1)
+    page.wait_for_function("[...document.querySelectorAll('.plot')].at(-1).data")
+    charted = page.evaluate("[...document.querySelectorAll('.plot')].at(-1).data[0].y")
+    page.hover('.tree [data-node="1"]')
+    named = page.locator(".node-details dt:has-text('drafted from') + dd").inner_text()
+    assert named in charted
+    assert " " in named, "words, not the engine's name"
+
+
 def test_the_users_zoom_survives_the_next_step_but_not_the_next_reply(page: Page) -> None:
     show(page, random_trace(5, nodes=12), 1)
     page.click("[aria-label='Zoom in']")
@@ -188,6 +251,35 @@ def test_the_users_zoom_survives_the_next_step_but_not_the_next_reply(page: Page
     assert page.get_attribute(".tree > g", "transform") == zoomed
     show(page, random_trace(6, nodes=12), 1)
     assert page.get_attribute(".tree > g", "transform") != zoomed
+
+
+def test_the_zoomed_view_is_moved_by_keys_and_by_touch_in_both_directions(page: Page) -> None:
+    show(page, random_trace(5, nodes=12), 1)
+    tree = page.locator(".specdec .tree")
+    expect(tree).to_have_css("touch-action", "pan-y")
+    page.click("[aria-label='Zoom in']")
+    expect(tree).to_have_css("touch-action", "none")
+    page.focus('.tree [data-node="0"]')
+    for key in ("Shift+ArrowDown", "Shift+ArrowLeft"):
+        before = page.get_attribute(".tree > g", "transform")
+        page.keyboard.press(key)
+        assert page.get_attribute(".tree > g", "transform") != before
+    expect(page.locator('.tree [data-node="0"]')).to_be_focused()
+    expect(page.locator(".specdec h2")).to_have_text("Step 2")
+
+
+def test_a_press_that_ends_outside_the_tree_drags_no_further(page: Page) -> None:
+    show(page, random_trace(5, nodes=12), 1)
+    before = page.get_attribute(".tree > g", "transform")
+    page.locator(".specdec .tree").scroll_into_view_if_needed()
+    box = page.locator(".specdec .tree").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + 9, box["y"] + box["height"] - 2)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 9, box["y"] + box["height"] + 60)
+    page.mouse.up()
+    page.mouse.move(box["x"] + 90, box["y"] + box["height"] - 40)
+    assert page.get_attribute(".tree > g", "transform") == before
 
 
 def test_the_four_beats_are_told_and_end_at_rest(chromium: Browser, address: str) -> None:
@@ -251,6 +343,32 @@ def test_errors_notes_and_stops_are_shown(page: Page) -> None:
     expect(page.locator(".notice.error")).to_have_text("another line")
 
 
+def test_why_nothing_was_drafted_is_part_of_the_sentence(page: Page) -> None:
+    feed = PanelFeed({"name": "no model"}, {}, [], token_text)
+    step = next(random_steps(1, nodes=0))
+    receive(page, feed.start(), feed.steps([replace(step, note="draft inactive: no candidate is worth its cost")]))
+    expect(page.locator(".equation")).to_have_text(
+        "Nothing was drafted: no candidate is worth its cost; one pass gave 1 token."
+    )
+    expect(page.locator(".notice")).to_have_text("")
+
+
+def test_from_a_trace_one_comes_back_to_ones_own_reply_but_not_to_that_of_a_chat_that_was_left(page: Page) -> None:
+    way = page.locator(".live-button")
+    receive(page, *feed_payloads(12))
+    expect(way).to_be_hidden()
+    show(page, random_trace(5, nodes=4))
+    way.click()
+    expect(page.locator(".counter")).to_have_text("12 / 12")
+    expect(page.locator(".specdec .state")).to_have_text("stopped at the token limit")
+    expect(page.locator(".scrubber")).to_be_focused()
+    show(page, random_trace(5, nodes=4))
+    expect(way).to_have_text("back to the reply")
+    receive(page, "")
+    expect(page.locator(".specdec .state")).to_have_text("recorded example")
+    expect(way).to_be_hidden()
+
+
 def test_hostile_text_is_inert(page: Page) -> None:
     trace = random_trace(4, nodes=len(HOSTILE) - 1)
     for record in trace["steps"]:
@@ -274,7 +392,8 @@ def test_exports_can_be_read_again(page: Page, tmp_path: Path) -> None:
     trace = random_trace(5, nodes=8)
     show(page, trace, 2)
     saved: dict[str, Path] = {}
-    for entry in ("Tree as SVG", "Tree as PNG", "Tree as GraphML", "Reply as trace (JSON)", "Reply as a web page"):
+    entries = "Tree as SVG, Tree as PNG, Tree as GraphML, Tree as node-link JSON, Reply as trace (JSON), Reply as a web page"
+    for entry in entries.split(", "):
         page.click(".menu summary")
         with page.expect_download() as download:
             page.click(f".menu-list button:has-text('{entry}')")
@@ -282,7 +401,12 @@ def test_exports_can_be_read_again(page: Page, tmp_path: Path) -> None:
         download.value.save_as(saved[entry])
     assert saved["Tree as SVG"].read_text().startswith("<svg")
     assert saved["Tree as PNG"].read_bytes().startswith(b"\x89PNG")
-    assert len(nx.read_graphml(saved["Tree as GraphML"])) == 9
+    linked = nx.node_link_graph(json.loads(saved["Tree as node-link JSON"].read_text()), edges="edges")
+    python = to_networkx(next(step for step in random_steps(5, 8) if step.index == 2), token_text)
+    for graph in (nx.read_graphml(saved["Tree as GraphML"], node_type=int), linked):
+        assert list(graph.edges) == list(python.edges)
+        assert [set(facts) for _, facts in graph.nodes(data=True)] == [set(facts) for _, facts in python.nodes(data=True)]
+    assert linked.graph == python.graph
     assert load_trace(saved["Reply as trace (JSON)"])["steps"][2]["texts"] == trace["steps"][2]["texts"]
     assert opens_from_disk(page, saved["Reply as a web page"])
 
@@ -324,11 +448,91 @@ def test_a_trace_can_be_opened_from_the_menu(page: Page, tmp_path: Path) -> None
     assert page.evaluate("panel.history.length") == 7
 
 
+def test_what_cannot_be_fetched_or_read_is_said_in_one_line(page: Page, tmp_path: Path) -> None:
+    page.evaluate("panel.openTrace = async () => '{\"trace\": Infinity}'")
+    (tmp_path / "odd.json").write_text("{}")
+    open_file(page, tmp_path / "odd.json")
+    expect(page.locator(".notice.error")).to_have_text("odd.json could not be opened.")
+    page.evaluate("panel.assets.example = 'data:text/plain,none'; panel.showExample()")
+    expect(page.locator(".notice.error")).to_have_text("The recorded example could not be loaded.")
+
+
 def open_file(page: Page, file: Path) -> None:
     page.click(".menu summary")
     with page.expect_file_chooser() as chooser:
         page.click(".menu-list button:has-text('Open a trace')")
     chooser.value.set_files(file)
+
+
+def test_escape_stops_what_is_in_sight_unless_it_closes_something(page: Page) -> None:
+    page.evaluate("""() => {
+        document.body.insertAdjacentHTML("beforeend", `<div id="box"><button class="stop-button">stop</button></div>
+            <button id="compare-stop" hidden>stop</button><input role="combobox">`);
+        window.stopped = [];
+        for (const button of document.querySelectorAll(".stop-button, #compare-stop"))
+            button.onclick = () => stopped.push(button.id || "reply");
+    }""")
+    page.add_script_tag(path=ASSETS / "page.js")
+    show(page, random_trace(5, nodes=4), 1)
+    page.click(".menu summary")
+    page.keyboard.press("Escape")
+    expect(page.locator(".menu-list")).to_be_hidden()
+    page.focus('.tree [data-node="0"]')
+    page.keyboard.press("Escape")
+    expect(page.locator(".node-details")).to_be_hidden()
+    page.locator("[role=combobox]").last.press("Escape")
+    page.evaluate("dispatchEvent(new KeyboardEvent('keydown', { key: 'Escape', isComposing: true }))")
+    assert page.evaluate("stopped") == []
+    page.focus('.tree [data-node="0"]')
+    for _ in range(2):  # the first puts the details away
+        page.keyboard.press("Escape")
+    page.evaluate("[document.querySelector('#box').hidden, document.querySelector('#compare-stop').hidden] = [true, false]")
+    page.keyboard.press("Escape")
+    assert page.evaluate("stopped") == ["reply", "compare-stop"]
+
+
+def race(page: Page, steps: int) -> None:
+    """Begin the replay of a comparison in a host of its own, out of sight at first."""
+    lanes = [
+        {"decoding": name, "steps": trace["steps"], "figures": trace["steps"][-1]["figures"]}
+        for name, nodes in (("plain", 0), ("tree", 8))
+        for trace in [random_trace(steps, nodes)]
+    ]
+    page.add_script_tag(path=ASSETS / "race.js")
+    page.evaluate(
+        """payload => {
+            document.body.insertAdjacentHTML("afterbegin", '<div id="lap" hidden><div class="race specdec"></div></div>');
+            window.race = new specdec.Race(document.querySelector(".race"));
+            race.receive(payload);
+        }""",
+        json.dumps({"lanes": lanes, "agreement": {"same": True, "tokens": steps}}),
+    )
+
+
+def test_a_race_waits_until_it_is_in_sight_and_tells_its_result_at_the_finish(page: Page) -> None:
+    page.emulate_media(reduced_motion="no-preference")
+    race(page, steps=60)
+    result = page.locator(".race-result")
+    page.wait_for_timeout(600)
+    page.evaluate("document.querySelector('#lap').hidden = false")
+    page.wait_for_function("race.clock.textContent > '0.00 s'")
+    assert page.evaluate("parseFloat(race.clock.textContent)") < 1
+    expect(result).to_have_text("")
+    expect(page.locator(".lane.home")).to_have_count(2, timeout=30_000)
+    expect(result.locator(".race-headline")).to_be_visible()
+    page.get_by_role("button", name="Replay").click()
+    expect(result).to_have_text("")
+    page.get_by_role("button", name="Skip to the finish").click()
+    expect(result.locator(".race-badge")).to_be_visible()
+    assert result.get_attribute("role") == "status"
+    assert page.locator(".race output").count() == 0, "a clock is no live region"
+
+
+def test_a_race_without_motion_is_at_its_finish_at_once(page: Page) -> None:
+    race(page, steps=200)
+    page.evaluate("document.querySelector('#lap').hidden = false")
+    expect(page.locator(".lane.home")).to_have_count(2, timeout=4000)
+    expect(page.locator(".race-headline")).to_be_visible()
 
 
 def test_nothing_sticks_out_on_a_phone(page: Page) -> None:

@@ -14,6 +14,7 @@ from steps import random_steps, random_trace, token_text
 from specdec.draw import to_networkx, to_node_link_json, tree_figure, write_graphml
 from ui import trace as traces
 from ui.frontend import EXAMPLE
+from ui.panel import replay
 from ui.trace import TraceError, load_trace, save_trace, to_html
 
 
@@ -59,14 +60,17 @@ BROKEN = [
     ("tree.token_ids", [10**30] * 9, "too large"),
     ("tree.token_ids", [True] * 9, "token_ids"),
     ("tree.scores", ["high"] * 9, "scores"),
+    ("tree.scores", [1e300] * 9, "scores"),
     ("tree.sources", ["<img>"] * 9, "sources"),
     ("verdict.path", [0, 99], "path"),
     ("verdict.path", [], "path"),
     ("verdict.kind", "lucky", "kind"),
     ("token_ids", [1, 2, 3], "token_ids"),
     ("timings.verify", -1.0, "verify"),
+    ("timings.verify", 1e308, "verify"),
     ("timings", {}, "timings|prefill"),
     ("plain_seconds", "0.1", "plain_seconds"),
+    ("plain_seconds", 1e300, "plain_seconds"),
     ("finish_reason", "bored", "finish_reason"),
     ("target", {"probs": [2.0] * 9, "ranks": [0] * 9}, "probs"),
     ("note", 7, "note"),
@@ -86,6 +90,25 @@ def test_a_broken_record_is_named(trace: dict[str, Any], where: str, value: Any,
     with pytest.raises(TraceError, match=rf"^step 0: .*({message})") as caught:
         load_trace(json.dumps(trace))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("number", ["1e999", "NaN", "-Infinity"])
+def test_numbers_that_a_browser_cannot_read_are_refused(trace: dict[str, Any], number: str) -> None:
+    text = json.dumps({**trace, "settings": {"temperature": 0.25}}).replace("0.25", number)
+    with pytest.raises(TraceError, match="settings"):
+        load_trace(text)
+
+
+def test_figures_stay_finite_whatever_the_seconds(trace: dict[str, Any]) -> None:
+    for record in trace["steps"]:
+        record["timings"] = dict.fromkeys(record["timings"], 5e-324)
+        record["plain_seconds"] = 1e6
+    json.dumps(load_trace(json.dumps(trace)), allow_nan=False)
+
+
+def test_no_payload_holds_what_a_browser_cannot_read(trace: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        replay({**trace, "settings": {"temperature": float("nan")}})
 
 
 FOREIGN = [

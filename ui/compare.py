@@ -146,4 +146,5 @@ def _status(lanes: Sequence[Lane]) -> str:
 
 
 def _payload(**content: Any) -> str:
-    return json.dumps({**content, "nonce": secrets.token_hex(4)}, ensure_ascii=False, separators=(",", ":"))
+    payload = {**content, "nonce": secrets.token_hex(4)}
+    return json.dumps(payload, ensure_ascii=False, separators=(",", ":"), allow_nan=False)

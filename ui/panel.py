@@ -15,7 +15,7 @@ Create it once, then yield strings to it::
         yield feed.error("one line for the reader")
 
 ``model`` and ``settings`` are flat dicts for display, ``prompt`` the chat messages. ``feed.note(text)`` shows a line above
-the tree ("draft inactive: ..."); a Step's own ``note`` is shown without it. ``feed.recorder.trace()`` is the reply as a
+the tree; a Step's own ``note`` is told in the sentence about it. ``feed.recorder.trace()`` is the reply as a
 trace, ``feed.recorder.stats`` its figures. Besides a feed's strings the panel takes `replay(trace, label)`, `complaint(line)`
 and "" (back to the recorded example).
 
@@ -133,4 +133,5 @@ def open_trace(text: str) -> str:
 
 
 def _compact(value: Json) -> str:
-    return json.dumps(value, separators=(",", ":"))  # ASCII: half a surrogate pair must not break the transport
+    # ASCII: half a surrogate pair must not break the transport. No NaN: the browser could not read it.
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from specdec.accept import Verdict
 from specdec.stats import Stats
@@ -35,6 +36,7 @@ FORMAT, VERSION = "specdec-trace", 1
 MAX_BYTES = 32 * 2**20
 MAX_STEPS = 20_000
 MAX_NODES = 1_024
+MAX_SECONDS = 1e6
 
 TokenText = Callable[[Sequence[int]], list[str]]
 """The text of each token, one by one; `specdec.text.token_texts` with its tokenizer."""
@@ -191,7 +193,7 @@ def _tree(raw: Json) -> TokenTree:
     token_ids = _list(raw, "token_ids", int)
     size = len(token_ids)
     _check(0 < size <= MAX_NODES, f"a tree must hold 1 to {MAX_NODES} nodes")
-    scores = None if raw.get("scores") is None else np.asarray(_list(raw, "scores", float, size), np.float32)
+    scores = None if raw.get("scores") is None else _probabilities(raw, "scores", size)
     sources = None
     if raw.get("sources") is not None:
         names = _list(raw, "sources", str, size)
@@ -217,9 +219,7 @@ def _target(raw: Any, size: int) -> TargetView | None:
     if raw is None:
         return None
     _check(isinstance(raw, dict), '"target" must be an object or null')
-    probs = np.asarray(_list(raw, "probs", float, size), np.float32)
-    _check(bool(np.all((probs >= 0) & (probs <= 1))), '"probs" must lie between 0 and 1')
-    return TargetView(probs, np.asarray(_list(raw, "ranks", int, size), np.int64))
+    return TargetView(_probabilities(raw, "probs", size), np.asarray(_list(raw, "ranks", int, size), np.int64))
 
 
 def _check(holds: bool, message: str) -> None:
@@ -249,13 +249,20 @@ def _list(raw: Json, name: str, kind: type[T], size: int | None = None) -> list[
 
 def _seconds(raw: Json, name: str) -> float:
     seconds = _field(raw, name, float)
-    _check(seconds >= 0, f'"{name}" must not be negative')
-    return seconds
+    _check(0 <= seconds <= MAX_SECONDS, f'"{name}" must lie between 0 and {MAX_SECONDS:,.0f} seconds')
+    return round(seconds, 6)
+
+
+def _probabilities(raw: Json, name: str, size: int) -> NDArray[np.float32]:
+    values = _list(raw, name, float, size)
+    _check(all(0 <= value <= 1 for value in values), f'"{name}" must lie between 0 and 1')
+    return np.asarray(values, np.float32)
 
 
 def _facts(raw: Json, name: str) -> Json:
     facts = _field(raw, name, dict)
-    _check(not any(isinstance(value, dict | list) for value in facts.values()), f'"{name}" must be flat')
+    plain = all(value is None or type(value) in (str, bool, int) or _is_a(value, float) for value in facts.values())
+    _check(plain, f'"{name}" must be flat, of texts and finite numbers')
     return facts
 
 

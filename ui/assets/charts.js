@@ -124,7 +124,7 @@
         {
           type: "bar",
           orientation: "h",
-          y: entries.map(([source]) => words.plotlyText(source)),
+          y: entries.map(([source]) => words.plotlyText(words.sourceWords(source))),
           x: entries.map(([, entry]) => rate(entry)),
           text: entries.map(([, entry]) => rateText(entry)),
           customdata: entries.map(([, entry]) => rateHover(entry)),
@@ -136,7 +136,7 @@
       ],
       layout: {
         bargap: 0.35,
-        margin: { l: 84, r: 44 },
+        margin: { l: 116, r: 44 },
         xaxis: { visible: false, rangemode: "tozero" },
         yaxis: { showgrid: false },
       },

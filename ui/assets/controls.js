@@ -43,10 +43,10 @@
 
   const BEAT_WORDS = {
     grow: "Candidates grow from the last token, best guess first.",
-    verify: "One pass of the target scores all of them at once.",
+    verify: "One pass of the target, the model you chat with, scores all of them.",
     prune: "What the target would not have said itself is dropped.",
     commit: "The path becomes text; the target's own token is the next root.",
-    settled: "",
+    settled: "The target is the model you chat with.",
   };
 
   /** The four beats as buttons, the current one lit, with a line that says what it does. */
@@ -154,7 +154,8 @@
     }
     document.addEventListener("click", (event) => !details.contains(event.target) && (details.open = false));
     details.addEventListener("keydown", (event) => {
-      if (event.key !== "Escape") return;
+      if (event.key !== "Escape" || !details.open) return;
+      event.preventDefault();
       details.open = false;
       details.querySelector("summary").focus();
     });

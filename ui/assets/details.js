@@ -4,14 +4,6 @@
   const specdec = (window.specdec ??= {});
   const { words } = specdec;
 
-  const SOURCE_WORDS = {
-    root: "last committed token",
-    context: "this conversation",
-    recycled: "an earlier pass's guesses",
-    memory: "earlier replies",
-    vocabulary: "common words",
-  };
-  const VERDICT_WORDS = { root: "root: the last committed token", accepted: "accepted", rejected: "rejected" };
 
   /** [name, value] pairs about a node, or about the target's own token (node "target"). */
   function describeNode(record, node) {
@@ -23,7 +15,6 @@
         ["verdict", words.KIND_WORDS[words.ownKind(record)]],
       ];
     }
-    const state = node === 0 ? "root" : verdict.path.includes(node) ? "accepted" : "rejected";
     const pairs = [
       ["token", words.visible(record.texts[node], 120)],
       ["token id", String(tree.token_ids[node])],
@@ -33,8 +24,8 @@
       pairs.push(["target probability", words.percent(target.probs[node])]);
       pairs.push(["target rank", target.ranks[node] === 0 ? "1 (its first choice)" : String(target.ranks[node] + 1)]);
     }
-    if (node > 0 && tree.sources) pairs.push(["drafted from", SOURCE_WORDS[tree.sources[node]] ?? tree.sources[node]]);
-    return [...pairs, ["verdict", VERDICT_WORDS[state]]];
+    if (node > 0 && tree.sources) pairs.push(["drafted from", words.sourceWords(tree.sources[node])]);
+    return [...pairs, ["verdict", node === 0 ? "root: the last committed token" : words.stateOf(record, node)]];
   }
 
   const nodeSummary = (record, node) =>
@@ -57,9 +48,9 @@
       svg.addEventListener("keydown", (event) => this.#key(event));
     }
 
-    /** The tree was drawn anew: what lies under a resting pointer has changed. */
-    redrawn() {
-      if (!this.#pointer) return this.hide();
+    /** The tree was drawn anew: other nodes lie under a resting pointer; those of the focus come back if they were `open`. */
+    redrawn(open) {
+      if (!this.#pointer) return open || this.hide();
       const under = document.elementFromPoint(this.#pointer.x, this.#pointer.y);
       this.#showFor(under?.closest?.("[data-node]"));
     }
@@ -106,10 +97,13 @@
 
     #key(event) {
       const group = event.target.closest("[data-node]");
-      if (event.key === "Escape") return this.hide();
-      if (!group || !event.key.startsWith("Arrow")) return;
+      if (event.key === "Escape" && !this.box.hidden) {
+        event.preventDefault();
+        this.#leave();
+      }
+      if (!group || event.defaultPrevented || !event.key.startsWith("Arrow")) return;
       event.preventDefault();
-      event.stopPropagation();
+      this.#pointer = null;
       const next = this.view.neighbour(group.dataset.node, event.key);
       if (next !== null) this.view.focusNode(next);
     }

@@ -56,7 +56,38 @@
     return new Promise((resolve) => canvas.toBlob(resolve, "image/png"));
   }
 
-  /** The step's token tree as GraphML: a directed graph whose nodes carry token, id, estimate, probability, rank, verdict. */
+  /** What is known of each node, by the names that `specdec.draw.to_networkx` gives. */
+  function nodesOf(record) {
+    const { tree, target } = record;
+    const depths = specdec.depthsOf(tree);
+    return tree.token_ids.map((token_id, node) => ({
+      token: record.texts[node],
+      token_id,
+      depth: depths[node],
+      score: tree.scores?.[node],
+      prob: target?.probs[node],
+      rank: target?.ranks[node],
+      source: tree.sources?.[node],
+      verdict: words.stateOf(record, node),
+    }));
+  }
+
+  /** [parent, child] of each edge of a tree. */
+  const edgesOf = ({ tree }) => tree.parents.map((parent, node) => [parent, node]).slice(1);
+
+  /** The step's token tree as node-link JSON, as networkx and d3 read it. */
+  function nodeLink(record) {
+    const { index, verdict } = record;
+    return JSON.stringify({
+      directed: true,
+      multigraph: false,
+      graph: { index, next_token: verdict.next_token, kind: verdict.kind },
+      nodes: nodesOf(record).map((facts, id) => ({ ...facts, id })),
+      edges: edgesOf(record).map(([source, target]) => ({ source, target })),
+    });
+  }
+
+  /** The step's token tree as GraphML. */
   function graphml(record) {
     const space = "http://graphml.graphdrawing.org/xmlns";
     const doc = document.implementation.createDocument(space, "graphml");
@@ -70,6 +101,7 @@
     const types = {
       token: "string",
       token_id: "long",
+      depth: "long",
       score: "double",
       prob: "double",
       rank: "long",
@@ -79,22 +111,12 @@
     for (const [name, type] of Object.entries(types))
       add(root, "key", { id: name, for: "node", "attr.name": name, "attr.type": type });
     const graph = add(root, "graph", { edgedefault: "directed" });
-    const { tree, verdict, target } = record;
-    tree.token_ids.forEach((id, node) => {
-      const holder = add(graph, "node", { id: String(node) });
-      const state = node === 0 ? "root" : verdict.path.includes(node) ? "accepted" : "rejected";
-      const data = {
-        token: words.visible(record.texts[node], 10000),
-        token_id: id,
-        score: tree.scores?.[node],
-        prob: target?.probs[node],
-        rank: target?.ranks[node],
-        source: tree.sources?.[node],
-        verdict: state,
-      };
+    nodesOf(record).forEach((facts, node) => {
+      const holder = add(graph, "node", { id: node });
+      const data = { ...facts, token: words.visible(facts.token, 10000) };
       for (const [key, value] of Object.entries(data)) if (value != null) add(holder, "data", { key }, String(value));
     });
-    tree.parents.forEach((parent, node) => node > 0 && add(graph, "edge", { source: String(parent), target: String(node) }));
+    for (const [source, target] of edgesOf(record)) add(graph, "edge", { source, target });
     return '<?xml version="1.0" encoding="utf-8"?>\n' + new XMLSerializer().serializeToString(doc);
   }
 
@@ -116,5 +138,5 @@
     setTimeout(() => URL.revokeObjectURL(url), 10_000);
   }
 
-  specdec.exports = { svgText, pngBlob, graphml, pageText, download };
+  specdec.exports = { svgText, pngBlob, graphml, nodeLink, pageText, download };
 })();

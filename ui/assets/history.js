@@ -11,6 +11,9 @@
     return depths;
   }
 
+  /** What a step took, but for the prefill. */
+  const decodeSeconds = ({ timings: { draft, verify, accept, commit } }) => draft + verify + accept + commit;
+
   function tally(map, key, drafted, accepted) {
     const entry = map.get(key) ?? { drafted: 0, accepted: 0 };
     entry.drafted += drafted;
@@ -90,5 +93,6 @@
   }
 
   specdec.depthsOf = depthsOf;
+  specdec.decodeSeconds = decodeSeconds;
   specdec.History = History;
 })();

@@ -14,8 +14,19 @@
     return target.closest?.("input, textarea, select, [contenteditable]");
   }
 
+  /** Whether Escape closes something else: a menu, details, a list of choices, an input method's suggestions. */
+  function isTaken(event) {
+    return event.defaultPrevented || event.isComposing || event.target.closest?.("select, [role=combobox]");
+  }
+
+  /** Stop the reply or the comparison, whichever is in sight. */
+  function stopWhatIsShown() {
+    const buttons = [...document.querySelectorAll("#box .stop-button, #compare-stop")];
+    buttons.find((button) => button.offsetParent)?.click();
+  }
+
   addEventListener("keydown", (event) => {
-    if (event.key === "Escape") document.querySelector("#box .stop-button")?.click();
+    if (event.key === "Escape" && !isTaken(event)) stopWhatIsShown();
     if (event.key === "/" && !typing(event.target) && !event.ctrlKey && !event.metaKey && !event.altKey) {
       document.querySelector("#box textarea")?.focus();
       event.preventDefault();

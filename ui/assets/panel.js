@@ -125,7 +125,7 @@
     }
 
     #menuEntries() {
-      const { download, svgText, pngBlob, graphml, pageText } = specdec.exports;
+      const { download, svgText, pngBlob, graphml, nodeLink, pageText } = specdec.exports;
       const record = () => this.history.records[this.playback.position];
       const name = (ending) => `specdec-step-${(record()?.index ?? 0) + 1}.${ending}`;
       const whenShown = (action) => () => record() && action();
@@ -133,6 +133,7 @@
         ["Tree as SVG", whenShown(() => download(svgText(this.tree.svg), "image/svg+xml", name("svg")))],
         ["Tree as PNG", whenShown(async () => download(await pngBlob(this.tree.svg), "image/png", name("png")))],
         ["Tree as GraphML", whenShown(() => download(graphml(record()), "application/xml", name("graphml")))],
+        ["Tree as node-link JSON", whenShown(() => download(nodeLink(record()), "application/json", name("json")))],
         [
           "Reply as trace (JSON)",
           whenShown(() => download(JSON.stringify(this.history.toTrace()), "application/json", "specdec-trace.json")),
@@ -155,7 +156,11 @@
         const [file] = input.files;
         if (!file) return;
         if (file.size > LARGEST_TRACE) return this.#complain(`${file.name} is larger than ${LARGEST_TRACE / 1048576} MB`);
-        this.receive(await this.openTrace(await file.text()));
+        try {
+          this.receive(await this.openTrace(await file.text()));
+        } catch {
+          this.#complain(`${file.name} could not be opened.`);
+        }
       });
       input.click();
     }
@@ -164,7 +169,10 @@
     receive(text) {
       counters.payloads++;
       const { idle, error, shown, grown } = this.feed.receive(text);
-      if (idle) return this.showExample();
+      if (idle) {
+        if (this.feed.live) this.feed.live.state = "left"; // its chat is gone: nothing to go back to
+        return this.showExample();
+      }
       if (error) return this.#complain(error);
       if (shown) this.show(shown);
       else if (grown.run === this.history.run && grown !== this.history) this.#replaceHistory(grown);
@@ -181,7 +189,7 @@
     /** Show a history from its beginning (a live one: at its end, following it). */
     show(history) {
       this.#replaceHistory(history);
-      this.tree.startRun(history === this.feed.live ? 1 : history.deepest);
+      this.tree.startRun(history.deepest);
       this.#complain("");
       if (history === this.feed.live) this.playback.followLive();
       else this.playback.goTo(0);
@@ -199,7 +207,12 @@
     /** The recorded example that is shown before the first message; it plays by itself unless motion is unwelcome. */
     async showExample() {
       if (!this.assets.example) return;
-      const example = await fetch(this.assets.example).then((reply) => reply.json());
+      let example;
+      try {
+        example = await fetch(this.assets.example).then((reply) => reply.json());
+      } catch {
+        return this.#complain("The recorded example could not be loaded.");
+      }
       if (this.#isRunning) return;
       this.receive(JSON.stringify({ trace: example, label: "recorded example" }));
       this.playback.goTo(this.history.records.findIndex((record) => record.token_ids.length >= 3));
@@ -222,15 +235,18 @@
       this.#do((now) => (this.playback.playing || this.playback.live ? this.playback.pause() : this.playback.play(now)));
     }
 
+    /** To the reply of the chat: its newest step while it streams, else its last. */
     #goLive() {
-      if (!this.feed.live) return;
-      if (this.history !== this.feed.live) this.#replaceHistory(this.feed.live);
+      if (this.history !== this.feed.live) this.show(this.feed.live);
       this.playback.followLive();
+      this.playback.live = this.#isRunning;
+      if (!this.#isRunning) this.scrubber.canvas.focus(); // the button goes
       this.schedule();
     }
 
     #key(event) {
-      if (event.target.closest("select, summary, [data-node]") || event.ctrlKey || event.metaKey || event.altKey) return;
+      if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey) return;
+      if (event.target.closest("select, summary, [data-node]")) return;
       const { playback, history } = this;
       const actions = {
         ArrowLeft: () => playback.goTo(playback.position - 1),
@@ -277,7 +293,7 @@
       const { history, playback } = this;
       const { position, beat } = playback;
       const record = history.records[position];
-      this.#drawState(record);
+      this.#drawState();
       this.beats.show(record ? beat : "settled");
       controls.setIcon(
         this.playButton,
@@ -311,18 +327,20 @@
       this.figures.show(null);
     }
 
-    #drawState(record) {
+    #drawState() {
       const { history, playback } = this;
-      const running = history === this.feed.live && this.#isRunning;
+      const { live } = this.feed;
+      const running = history === live && this.#isRunning;
       const ended = history.error ? "failed" : (END_WORDS[history.finishReason] ?? "stopped");
       const label = history.label === "live" && !running ? ended : (history.label ?? "");
       if (this.state.textContent !== label) this.state.textContent = label;
       this.state.className = `state ${running ? "running" : ""} ${label ? "" : "empty"}`;
-      this.liveButton.hidden = !this.#isRunning;
+      const way = this.#isRunning ? "live" : live && live !== history && live.state !== "left" ? "back to the reply" : "";
+      if (this.liveButton.textContent !== way) this.liveButton.textContent = way;
+      this.liveButton.hidden = !way;
       this.liveButton.setAttribute("aria-pressed", String(playback.live && running));
       const gap = history.missing ? `${words.counted(history.missing, "step")} did not reach this page.` : "";
-      const inactive = record?.note ?? history.note;
-      const notice = this.complaint || history.error || inactive || gap;
+      const notice = this.complaint || history.error || history.note || gap;
       if (this.notice.textContent !== notice) this.notice.textContent = notice;
       this.notice.classList.toggle("error", Boolean(this.complaint || history.error));
     }

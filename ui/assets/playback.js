@@ -106,9 +106,7 @@
     }
 
     get #stepSeconds() {
-      if (this.speed.step !== null) return this.speed.step;
-      const { timings } = this.history.records[this.position];
-      return timings.draft + timings.verify + timings.accept + timings.commit;
+      return this.speed.step ?? specdec.decodeSeconds(this.history.records[this.position]);
     }
 
     /** Seconds that the current beat (or settled step) stays. */

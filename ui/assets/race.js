@@ -2,19 +2,17 @@
 (() => {
   "use strict";
   const specdec = (window.specdec ??= {});
+  const { element } = specdec.words;
   const SPEEDS = [
     ["true speed", 1],
     ["half speed", 0.5],
     ["a quarter", 0.25],
     ["a tenth", 0.1],
   ];
+  /** Milliseconds between two looks whether the race is in sight again; a frame that lasts longer stands for one as long. */
+  const GLANCE = 250;
 
-  function make(tag, properties = {}, ...children) {
-    const node = Object.assign(document.createElement(tag), properties);
-    node.append(...children);
-    return node;
-  }
-
+  const calm = window.matchMedia("(prefers-reduced-motion: reduce)");
   const seconds = (s) => `${s.toFixed(2)} s`;
   const rate = (lane) => lane.figures.tokens_per_second;
 
@@ -25,23 +23,22 @@
       this.steps = steps;
       this.figures = figures;
       let clock = 0;
-      this.ends = steps.map(({ timings }) => (clock += timings.draft + timings.verify + timings.accept + timings.commit));
+      this.ends = steps.map((step) => (clock += specdec.decodeSeconds(step)));
       this.shown = -1;
-      this.medal = make("span", { className: "medal" });
-      this.bar = make("div", { className: "done" });
-      this.line = make("p", { className: "note counts" });
-      this.text = make("p", { className: "said", dir: "auto" });
-      const tree = make("div", { className: "lane-tree" });
-      this.host = make(
+      this.medal = element("span", { class: "medal" });
+      this.bar = element("div", { class: "done" });
+      this.line = element("p", { class: "note counts" });
+      this.text = element("p", { class: "said", dir: "auto" });
+      const tree = element("div", { class: "lane-tree" });
+      this.host = element(
         "section",
-        { className: "card lane" },
-        make("header", {}, make("h3", { textContent: decoding }), this.medal),
-        make("div", { className: "way" }, this.bar),
+        { class: "card lane", "aria-label": `${decoding} lane` },
+        element("header", {}, element("h3", {}, decoding), this.medal),
+        element("div", { class: "way" }, this.bar),
         this.line,
         this.text,
         tree,
       );
-      this.host.setAttribute("aria-label", `${decoding} lane`);
       this.tree = new specdec.TreeView(tree, { rows: 4 });
     }
 
@@ -78,56 +75,52 @@
   }
 
   class Race {
+    #run = null;
+
     constructor(host) {
       this.host = host;
-      this.status = make("p", {
-        className: "race-status note",
-        textContent: "Nothing compared yet. Pick a prompt and run it.",
-      });
-      this.status.setAttribute("role", "status");
-      this.result = make("div", { className: "race-result" });
-      this.track = make("div", { className: "lanes" });
-      host.append(this.status, this.result, this.track);
+      this.result = element("div", { class: "race-result", role: "status" });
+      this.playButton = element("button", { type: "button", class: "race-play" });
+      this.playButton.onclick = () => this.play(this.#run ? this.length : 0);
+      this.speed = 1;
+      const options = SPEEDS.map(([name, value]) => new Option(name, value));
+      const speed = element("select", { "aria-label": "replay speed" }, ...options);
+      speed.onchange = () => (this.speed = Number(speed.value));
+      this.clock = element("span", { class: "race-clock" });
+      const why = element("span", { class: "note" }, "a replay of runs made one after the other");
+      this.controls = element("div", { class: "race-controls" }, this.playButton, speed, this.clock, why);
+      this.track = element("div", { class: "lanes" });
+      host.append(this.result, this.controls, this.track);
+      this.say("Nothing compared yet. Pick a prompt and run it.");
     }
 
     receive(value) {
       if (!value) return;
       const { status, error, lanes, agreement } = JSON.parse(value);
-      this.status.hidden = Boolean(lanes);
-      this.status.classList.toggle("error", Boolean(error));
-      this.status.textContent = error ?? status ?? "";
-      if (status || error) {
-        cancelAnimationFrame(this.frame);
-        this.result.replaceChildren();
-        this.track.replaceChildren();
-      }
       if (lanes)
         this.start(
           lanes.map((lane) => new Lane(lane)),
           agreement,
         );
+      else this.say(error ?? status, error);
+    }
+
+    /** One line instead of a race. */
+    say(text, error) {
+      this.#run = null;
+      this.controls.hidden = true;
+      this.track.replaceChildren();
+      this.result.replaceChildren(element("p", { class: `race-status note ${error ? "error" : ""}` }, text));
     }
 
     start(lanes, agreement) {
       this.lanes = lanes;
       this.length = Math.max(...lanes.map((lane) => lane.total));
-      this.speed = 1;
-      this.track.replaceChildren(...lanes.map((lane) => lane.host));
       this.award(lanes);
-      const play = make("button", { type: "button", className: "race-play", textContent: "Replay" });
-      play.onclick = () => this.play();
-      const speed = make("select", {}, ...SPEEDS.map(([name, value]) => new Option(name, value)));
-      speed.setAttribute("aria-label", "replay speed");
-      speed.onchange = () => (this.speed = Number(speed.value));
-      this.clock = make("output", { className: "race-clock" });
-      const why = make("span", { className: "note", textContent: "a replay of runs made one after the other" });
-      this.result.replaceChildren(
-        this.headline(),
-        this.badge(agreement),
-        make("div", { className: "race-controls" }, play, speed, this.clock, why),
-      );
-      for (const lane of lanes) lane.reset();
-      this.play();
+      this.verdict = [this.headline(), this.badge(agreement)];
+      this.controls.hidden = false;
+      this.track.replaceChildren(...lanes.map((lane) => lane.host));
+      this.play(calm.matches ? this.length : 0);
     }
 
     /** The finish: tokens per second of each lane against the plain one (else against the slowest). */
@@ -149,7 +142,7 @@
         best === base
           ? `On this prompt, ${base.decoding} was the fastest: drafting did not pay here.`
           : `${name} was ${(rate(best) / rate(base)).toFixed(2)} times as fast as ${base.decoding}, measured here.`;
-      return make("h3", { className: "race-headline", textContent: text });
+      return element("h3", { class: "race-headline" }, text);
     }
 
     badge(agreement) {
@@ -158,24 +151,36 @@
       const text = same
         ? `✓ identical: all ${tokens} tokens`
         : `≠ ${lanes?.join(" and ")} part at token ${position + 1}: ${apart}. In ${dtype}, rounding decides such near ties; float32 has none.`;
-      return make("p", { className: `race-badge ${same ? "same" : "differs"}`, textContent: text });
+      return element("p", { class: `race-badge ${same ? "same" : "differs"}` }, text);
     }
 
-    play() {
-      cancelAnimationFrame(this.frame);
-      let clock = 0;
+    /** Replay from `clock` on; the clock stands still while the race is out of sight. */
+    play(clock) {
+      const run = (this.#run = {});
       let last = performance.now();
       const tick = (now) => {
-        clock = Math.min(clock + ((now - last) / 1000) * this.speed, this.length);
-        last = now;
-        if (this.host.offsetParent !== null) {
+        if (run !== this.#run) return;
+        const inSight = this.host.offsetParent !== null;
+        if (inSight) {
+          clock = Math.min(clock + (Math.min(now - last, GLANCE) / 1000) * this.speed, this.length);
           this.clock.textContent = seconds(clock);
           for (const lane of this.lanes) lane.draw(clock, this.length);
         }
-        if (clock < this.length) this.frame = requestAnimationFrame(tick);
+        last = now;
+        if (!inSight) setTimeout(() => tick(performance.now()), GLANCE);
+        else if (clock < this.length) requestAnimationFrame(tick);
+        else this.finish();
       };
+      this.result.replaceChildren();
+      this.playButton.textContent = "Skip to the finish";
       for (const lane of this.lanes) lane.reset();
       tick(last);
+    }
+
+    finish() {
+      this.#run = null;
+      this.result.replaceChildren(...this.verdict);
+      this.playButton.textContent = "Replay";
     }
   }
 

@@ -11,15 +11,19 @@
     #line = null;
     #now = [];
     #edge = null;
+    #stop = null;
 
     /** `onSeek(position)` is called with the step of a token that was clicked. */
     constructor(host, onSeek) {
-      this.box = words.element("div", { class: "strip", tabindex: 0, role: "group", "aria-label": "Tokens of the reply" });
-      host.append(this.box);
+      this.box = words.element("div", { class: "strip", role: "group", "aria-label": "Tokens of the reply" });
+      const marks = Object.entries(words.KIND_WORDS).map(([kind, meaning]) =>
+        words.element("span", { class: `token ${kind}`, title: meaning }, meaning.split(":")[0]),
+      );
+      host.append(this.box, words.element("p", { class: "legend" }, ...marks));
       this.box.addEventListener("pointerover", ({ target: token }) => {
-        if (token.matches(".token"))
-          token.title = `step ${Number(token.dataset.step) + 1}, ${words.KIND_WORDS[token.classList[1]]}`;
+        if (token.matches(".token")) token.title = this.#describe(token);
       });
+      this.box.addEventListener("keydown", (event) => this.#key(event));
       this.box.addEventListener("click", (event) => {
         const token = event.target.closest(".token");
         if (token) onSeek(Number(token.dataset.step));
@@ -35,6 +39,7 @@
       this.#now.forEach((span) => span.classList.remove("now"));
       this.#now = committed ? this.#spans.slice(first, end) : [];
       this.#now.forEach((span) => span.classList.add("now"));
+      if (!this.box.contains(document.activeElement)) this.#rove(this.#spans[first]);
       this.#setEdge(this.#spans[(committed ? end : first) - 1] ?? null);
     }
 
@@ -43,6 +48,7 @@
       this.#spans = [];
       this.#now = [];
       this.#edge = null;
+      this.#stop = null;
       this.#line = null;
       this.box.replaceChildren();
     }
@@ -57,6 +63,31 @@
       this.#spans.push(span);
       this.#line.append(span);
       if (text.endsWith("\n")) this.#line = null;
+    }
+
+    #describe(span) {
+      return `${span.textContent}, ${words.KIND_WORDS[span.classList[1]]}, step ${Number(span.dataset.step) + 1}`;
+    }
+
+    /** The one token that Tab leads to; from there arrows lead to the others. */
+    #rove(span) {
+      if (!span || span === this.#stop) return;
+      for (const [name, value] of Object.entries({ tabindex: 0, role: "button", "aria-label": this.#describe(span) })) {
+        this.#stop?.removeAttribute(name);
+        span.setAttribute(name, value);
+      }
+      this.#stop = span;
+    }
+
+    #key(event) {
+      if (event.ctrlKey || event.metaKey || event.altKey) return;
+      const at = this.#spans.indexOf(event.target);
+      const to = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: this.#spans.length - 1 }[event.key];
+      if (to === undefined && event.key !== "Enter" && event.key !== " ") return;
+      event.preventDefault();
+      if (to === undefined) return event.target.click();
+      this.#rove(this.#spans[to]);
+      this.#stop.focus();
     }
 
     /** Everything after the edge is still to come, and drawn faint (in CSS: its later siblings). */

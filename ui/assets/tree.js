@@ -54,6 +54,7 @@
     #record = null;
     #expanded = false;
     #deepest = 1;
+    #tallest = 0;
 
     /** `rows`: how many rows are drawn before "+n more"; `describe`: whether nodes show details on hover and focus. */
     constructor(host, { rows = 9, describe = true } = {}) {
@@ -63,8 +64,8 @@
       this.branches = svg("g", { class: "branches" });
       this.path = svg("g", { class: "path" });
       this.group = svg("g", {}, this.branches, this.path);
-      this.svg = svg("svg", { class: "tree", role: "group", "aria-label": "Token tree of this step", height: this.height });
-      this.svg.append(this.group);
+      this.svg = svg("svg", { class: "tree", role: "group", "aria-label": "Token tree of this step" }, this.group);
+      this.#setHeight(rows);
       this.zoom = new Zoom(this.svg, this.group);
       host.append(this.svg);
       this.details = describe ? new specdec.NodeDetails(this) : null;
@@ -73,8 +74,10 @@
       new ResizeObserver(() => this.#resized()).observe(host);
     }
 
-    get height() {
-      return FIRST_ROW + this.rows * ROW - 8;
+    #setHeight(rows) {
+      if (rows === this.#tallest) return;
+      this.#tallest = rows;
+      this.svg.setAttribute("height", FIRST_ROW + rows * ROW - 8);
     }
 
     get record() {
@@ -102,6 +105,7 @@
     }
 
     #resized() {
+      if (this.width === this.host.clientWidth) return;
       this.width = this.host.clientWidth;
       if (this.#record) this.#draw();
     }
@@ -115,12 +119,16 @@
     toggleMore() {
       this.#expanded = !this.#expanded;
       this.#draw();
+      if (!this.#expanded) this.svg.querySelector(".more")?.scrollIntoView({ block: "nearest" });
     }
 
     #draw() {
       const record = this.#record;
-      const focused = this.svg.contains(document.activeElement) ? document.activeElement.dataset.node : undefined;
+      const focused = this.svg.contains(document.activeElement) ? document.activeElement : null;
+      const detailed = this.details?.box.hidden === false;
       const layout = (this.#layout = layoutTree(record, this.#expanded ? Infinity : this.rows));
+      // As high as the tallest tree since it was expanded: what stands below does not jump from step to step.
+      this.#setHeight(this.#expanded ? Math.max(this.#tallest, layout.rowCount + 1) : this.rows);
       this.#deepest = Math.max(this.#deepest, layout.target.depth, ...layout.nodes.map((node) => node.depth));
       const labels = layout.nodes.map(({ node, endsRow }) =>
         label(record.texts[node], endsRow ? LONGEST_LABEL : LONGEST_INNER),
@@ -147,8 +155,8 @@
       const keep = target.x + target.width + 38;
       const width = Math.max(keep, ...[...placed.values()].map((spot) => spot.x + spot.width + 22));
       this.zoom.setContent({ room: this.width, width, keep });
-      if (focused !== undefined) this.focusNode(focused);
-      this.details?.redrawn();
+      if (focused) this.focusNode(focused.dataset.node);
+      this.details?.redrawn(detailed);
     }
 
     /** The x of each depth: evenly spaced where the reply's deepest tree has room for that, else as close as labels allow. */
@@ -179,7 +187,7 @@
 
     #node(spot) {
       const { node, x, y, shown, width } = spot;
-      const state = node === 0 ? "root" : spot.onPath ? "accepted" : "rejected";
+      const state = words.stateOf(this.#record, node);
       const box = width + 14;
       const inner = svg("g", { class: "inner", style: `--order:${node}` });
       inner.append(svg("rect", { class: "box", x: 0, y: -11.5, width: box, height: 23, rx: 6 }));
@@ -246,9 +254,10 @@
       return node;
     }
 
+    /** Focus a node, or without one the "+n more"; what is not there any more gives way to the root. */
     focusNode(node) {
-      const found = this.svg.querySelector(`[data-node="${node}"]`) ?? this.svg.querySelector('[data-node="0"]');
-      found?.focus({ preventScroll: true });
+      const wanted = this.svg.querySelector(node === undefined ? ".more" : `[data-node="${node}"]`);
+      (wanted ?? this.svg.querySelector('[data-node="0"]'))?.focus({ preventScroll: true });
     }
 
     /** The node that an arrow key leads to from `node`: along the path and branches, or up and down in drawing order. */

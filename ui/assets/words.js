@@ -25,6 +25,9 @@
   /** Drafted tokens that were emitted: all that the target agreed with, but for those after a stop. */
   const acceptedCount = (record) => Math.min(record.token_ids.length, agreedCount(record));
 
+  /** root | accepted | rejected: what became of a node. */
+  const stateOf = (record, node) => (node === 0 ? "root" : record.verdict.path.includes(node) ? "accepted" : "rejected");
+
   /** bonus | recovered | plain: what the target's own token of a step is. */
   const ownKind = (record) => (isDrafted(record) ? record.verdict.kind : "plain");
 
@@ -39,6 +42,14 @@
     recovered: "recovered: the target's own token where it disagreed",
     plain: "plain: the target's own token, nothing was drafted",
   };
+
+  const SOURCE_WORDS = {
+    context: "this conversation",
+    recycled: "an earlier pass",
+    memory: "earlier replies",
+    vocabulary: "common words",
+  };
+  const sourceWords = (source) => SOURCE_WORDS[source] ?? source;
 
   function branchCount(tree) {
     const parents = new Set(tree.parents);
@@ -55,7 +66,10 @@
       [String(emitted), "accepted"],
       [emitted === 1 ? " token." : " tokens.", null],
     ];
-    if (!isDrafted(record)) return [["Nothing was drafted: ", null], ...gave];
+    if (!isDrafted(record)) {
+      const why = record.note ? `${prose(record.note.replace("draft inactive: ", ""), 200)}; ` : "";
+      return [[`Nothing was drafted: ${why}`, null], ...gave];
+    }
     const drafted = record.tree.token_ids.length - 1;
     const accepted = agreedCount(record);
     const start = `Drafted ${counted(drafted, "token")} in ${counted(branchCount(record.tree), "branch", "branches")}; the target `;
@@ -106,9 +120,11 @@
     prose,
     isDrafted,
     acceptedCount,
+    stateOf,
     ownKind,
     kindOf,
     KIND_WORDS,
+    sourceWords,
     branchCount,
     counted,
     equation,

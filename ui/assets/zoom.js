@@ -3,6 +3,7 @@
   "use strict";
   const specdec = (window.specdec ??= {});
   const SMALLEST = 0.7;
+  const PAN = { ArrowLeft: [60, 0], ArrowRight: [-60, 0], ArrowUp: [0, 60], ArrowDown: [0, -60] };
   const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
 
   class Zoom {
@@ -18,6 +19,7 @@
       for (const end of ["pointerup", "pointercancel"]) svg.addEventListener(end, () => this.#release());
       svg.addEventListener("wheel", (event) => this.#wheel(event), { passive: false });
       svg.addEventListener("dblclick", () => this.fit());
+      svg.addEventListener("keydown", (event) => this.#key(event));
     }
 
     reset() {
@@ -54,6 +56,7 @@
 
     #apply() {
       const { scale, x, y } = this.view;
+      this.svg.classList.toggle("zoomed", scale > 1);
       this.group.setAttribute("transform", `translate(${x.toFixed(1)} ${y.toFixed(1)}) scale(${scale.toFixed(3)})`);
     }
 
@@ -63,21 +66,34 @@
     }
 
     #move(event) {
+      if (!event.buttons) this.#release();
       if (!this.#drag) return;
       const dx = event.clientX - this.#drag.startX;
       const dy = event.clientY - this.#drag.startY;
       if (!this.#drag.moved && Math.hypot(dx, dy) < 4) return;
       if (!this.#drag.moved) this.svg.setPointerCapture(event.pointerId);
       this.#drag.moved = true;
-      this.user = true;
       this.svg.classList.add("dragging");
-      this.view = { ...this.view, x: this.#drag.x + dx, y: this.#drag.y + dy };
+      this.#panTo(this.#drag.x + dx, this.#drag.y + dy);
+    }
+
+    #panTo(x, y) {
+      this.user = true;
+      this.view = { ...this.view, x, y };
       this.#apply();
     }
 
     #release() {
       this.#drag = null;
       this.svg.classList.remove("dragging");
+    }
+
+    /** Shift and an arrow: look further that way. */
+    #key(event) {
+      const way = event.shiftKey && PAN[event.key];
+      if (!way) return;
+      event.preventDefault();
+      this.#panTo(this.view.x + way[0], this.view.y + way[1]);
     }
 
     #wheel(event) {

@@ -11,18 +11,23 @@ from itertools import pairwise
 from typing import Any
 
 import gradio as gr
+import numpy as np
 import pytest
+import torch
 from browser import served
 from gradio_client import Client
 from gradio_client.exceptions import AppError
 from toys import ARCHITECTURES, tiny_engine, tiny_model, tokenizer
 
+from specdec.audit import Audit
 from specdec.engine import SpeculativeEngine
-from ui.chat import ChatHandlers, Frame, show
-from ui.chats import MAX_WARM, Chat, Message, Tabs, read_messages
+from ui.audits import describe
+from ui.chat import SKIP, ChatHandlers, Frame, show
+from ui.chats import MAX_MESSAGES, MAX_WARM, Chat, Message, Tabs, read_messages
 from ui.inert import inert
 from ui.page import build
 from ui.pump import Pump
+from ui.relay import Relay
 from ui.settings import Settings
 from ui.turns import GaveUp, Turns
 
@@ -197,6 +202,101 @@ def test_a_new_chat_takes_nothing_over_from_a_reply_that_is_still_written(slow: 
     assert slow.tabs.chat("tab").messages == []
 
 
+@pytest.mark.parametrize("how", ["clear", "open"])
+def test_a_chat_that_is_left_takes_its_partial_reply_to_the_shelf(slow: ChatHandlers, how: str) -> None:
+    frames = slow.send(QUESTION, tab(), *VALUES)
+    reply = next_text(slow, frames)
+    left = slow.tabs.chat("tab")
+    *_, shelf = slow.clear(tab()) if how == "clear" else slow.open(gr.EventData(None, {"id": "x", "messages": []}), tab())
+    told = json.loads(shelf)
+    assert told["left"]["id"] == left.id != told["current"]
+    assert told["left"]["messages"][1]["text"] == reply.text != ""
+    assert read_messages(told["left"]["messages"])[1].state == "stopped"
+    list(frames)
+
+
+def test_an_undone_reply_is_gone_for_good(slow: ChatHandlers) -> None:
+    frames = slow.send(QUESTION, tab(), *VALUES)
+    next_text(slow, frames)
+    _, box, panel, *_ = slow.undo(tab())
+    assert (box["submit_btn"], panel) == (True, "")
+    assert list(frames) == []
+    assert slow.tabs.chat("tab").finished is None, "an audit would check what nobody sees"
+
+
+def test_send_or_stop_is_told_by_the_reply_that_is_there(slow: ChatHandlers) -> None:
+    relay, told = Relay(), slow.settle
+    relay.begin(slow.send)(QUESTION, tab(), *VALUES[:5], 4, "")
+    list(relay.stream(tab()))
+    relay.begin(slow.send)(SECOND, tab(), *VALUES)
+    assert told(tab())[1]["stop_btn"], "the first reply is settled when the second one has begun"
+    frames = relay.stream(tab())
+    next(frames)
+    frames.close()  # type: ignore[attr-defined]
+    assert told(tab())[1]["submit_btn"], "a stream that died leaves no Stop button"
+
+
+def test_what_gradio_repeats_when_a_stream_ends_changes_nothing(handlers: ChatHandlers) -> None:
+    relay = Relay()
+    relay.begin(handlers.send)(QUESTION, tab(), *VALUES)
+    *_, last = relay.stream(tab())
+    assert last == (SKIP, SKIP), "the tab may show another chat by then"
+
+
+def test_a_reply_that_was_begun_and_never_streamed_ends(handlers: ChatHandlers) -> None:
+    relay = Relay()
+    for text in (QUESTION, SECOND):
+        relay.begin(handlers.send)(text, tab(), *VALUES)
+    relay.begin(handlers.send)(" ", tab(), *VALUES)
+    list(relay.stream(tab()))
+    assert [message.state for message in handlers.tabs.chat("tab").messages[1::2]] == ["stopped", "done"]
+    relay.begin(handlers.send)(QUESTION, tab(), *VALUES)
+    relay.leave(tab())
+    assert not handlers.tabs.chat("tab").busy
+
+
+def test_opening_the_chat_that_is_shown_leaves_its_reply_alone(slow: ChatHandlers) -> None:
+    frames = slow.send(QUESTION, tab(), *VALUES)
+    next_text(slow, frames)
+    chat = slow.tabs.chat("tab")
+    _, box, panel, *_ = slow.open(gr.EventData(None, chat.to_json()), tab())
+    assert (box["stop_btn"], panel) == (True, SKIP)
+    list(frames)
+    assert texts(chat) == [QUESTION, *expected(QUESTION)]
+    assert slow.tabs.chat("tab") is chat
+    assert None not in (chat.conversation, chat.finished)
+
+
+def test_the_meter_is_that_of_the_chat_shown(handlers: ChatHandlers) -> None:
+    send(handlers, QUESTION)
+    saved = handlers.tabs.chat("tab").to_json()
+    assert "context" in handlers.settle(tab())[3]
+    send(handlers, SECOND)
+    assert handlers.undo(tab())[3] == ""
+    send(handlers, SECOND)
+    handlers.clear(tab())
+    send(handlers, SECOND)
+    assert handlers.open(gr.EventData(None, saved), tab())[3] == ""
+
+
+def test_a_deleted_chat_is_forgotten(handlers: ChatHandlers) -> None:
+    for shown in (True, False):
+        send(handlers, QUESTION)
+        chat = handlers.tabs.chat("tab")
+        if not shown:
+            handlers.clear(tab())
+        handlers.delete(gr.EventData(None, {"id": chat.id}), tab())
+        assert handlers.tabs.chat("tab").messages == []
+        handlers.open(gr.EventData(None, {"id": chat.id, "messages": []}), tab("other"))
+        assert handlers.tabs.chat("other").messages == []
+
+
+def test_deleting_another_chat_leaves_the_shown_one_alone(handlers: ChatHandlers) -> None:
+    send(handlers, QUESTION)
+    assert set(map(str, handlers.delete(gr.EventData(None, {"id": "another"}), tab()))) == {str(SKIP)}
+    assert handlers.tabs.chat("tab").finished is not None
+
+
 def test_an_engine_error_is_one_line_in_the_chat_and_the_chat_goes_on(
     handlers: ChatHandlers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -234,6 +334,23 @@ def test_the_audit_confirms_the_reply(handlers: ChatHandlers) -> None:
     assert chat.messages[1].notices[-1].startswith(f"audit ✓: {count} of {count} tokens are the target's own draw")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_audit_speaks_of_plain_decoding_only_where_rounding_is_no_matter(dtype: torch.dtype) -> None:
+    good, bad = Audit(np.zeros(3), np.ones(3)), Audit(np.array([0, 0.25, 0]), np.ones(3))
+    assert ("exactly what plain decoding says" in describe(good, False, dtype)) == (dtype == torch.float32)
+    assert "largest shortfall is 0.000 logits" in describe(good, False, dtype)
+    assert "largest shortfall is 0.250 logits" in describe(bad, True, dtype)
+
+
+def test_an_audit_that_is_cut_off_leaves_no_line(handlers: ChatHandlers) -> None:
+    send(handlers, QUESTION)
+    audit = handlers.audit(tab())
+    assert next(audit)[-1] is SKIP, "only a verdict is saved"
+    assert handlers.tabs.chat("tab").messages[1].notices[0].startswith("audit")
+    audit.close()
+    assert handlers.tabs.chat("tab").messages[1].notices == []
+
+
 def test_a_saved_chat_opens_and_goes_on(handlers: ChatHandlers) -> None:
     send(handlers, QUESTION)
     record = handlers.tabs.chat("tab").to_json()
@@ -245,7 +362,17 @@ def test_a_saved_chat_opens_and_goes_on(handlers: ChatHandlers) -> None:
 
 @pytest.mark.parametrize(
     "messages",
-    [None, "x", [{}], [{"role": "user", "text": 3}], [{"role": "user", "text": "a"}], [{"role": "assistant", "text": "a"}] * 2],
+    [
+        None,
+        "x",
+        [{}],
+        [{"role": "user", "text": 3}],
+        [{"role": "user", "text": "a"}],
+        [{"role": "assistant", "text": "a"}] * 2,
+        [{"role": "user", "text": ""}, {"role": "assistant", "text": ""}] * MAX_MESSAGES,
+        [{"role": "user", "text": ""}, {"role": "assistant", "text": "", "notices": ["x"] * 1_000_000}],
+    ],
+    ids=lambda messages: repr(messages)[:40],
 )
 def test_a_malformed_saved_chat_is_refused(messages: Any) -> None:
     with pytest.raises(ValueError, match=r"."):

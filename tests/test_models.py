@@ -18,6 +18,7 @@ from test_chat import QUESTION, SECOND, VALUES, next_text, send, tab, texts
 from toys import ARCHITECTURES, tiny_model, tokenizer
 
 from specdec.engine import SpeculativeEngine
+from specdec.folders import cache_folder
 from ui.chat import ChatHandlers
 from ui.models import SUGGESTIONS, Models, ModelSection
 from ui.page import build
@@ -138,6 +139,13 @@ def test_what_was_loaded_last_is_offered_first(other: Path) -> None:
     _, models = section()
     list(models.load(str(other)))
     assert models._models.names() == [str(other), *SUGGESTIONS]
+
+
+def test_a_model_that_cannot_be_remembered_is_in_use_all_the_same(other: Path) -> None:
+    handlers, models = section()
+    (cache_folder() / "recent-models").mkdir(parents=True)
+    assert "other-model is ready" in last_line(models.load(str(other)))
+    assert handlers.model_facts["name"] == "other-model"
 
 
 def test_the_section_loads_and_says_what_went_wrong(other: Path) -> None:

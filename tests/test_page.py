@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -602,3 +603,44 @@ def test_code_in_every_language_is_shown(page: Page) -> None:
     say(page, "\n\n".join(f"```{language}\ncode in {language}\n```" for language in languages))
     finish(page)
     expect(page.locator(".user-row pre")).to_have_text([re.compile(f"code in {language}") for language in languages])
+
+
+def test_a_new_chat_during_a_reply_leaves_nothing_live_and_loses_nothing(page: Page) -> None:
+    say(page, LONG)
+    wait_for_text(page, 20)
+    page.get_by_role("button", name="New chat").dispatch_event("click")
+    expect(page.locator(".user-row")).to_have_count(0)
+    expect(page.locator("#specdec-panel .state")).to_have_text("recorded example")
+    expect(page.locator(".live-button")).to_be_hidden()
+    finish(page)
+    assert len(stored_reply(page)) > 20
+    page.locator("#chats .toggle-button").click()
+    page.locator(".shelf .open").click()
+    wait_for_text(page, 20)
+    expect(page.locator("#box .submit-button")).to_be_visible()
+
+
+def test_a_closed_tab_leaves_its_partial_reply_in_the_browser(page: Page, context: BrowserContext, url: str) -> None:
+    say(page, LONG)
+    wait_for_text(page, 20)
+    assert stored_reply(page) == "", "it is not stored at every step"
+    page.goto("about:blank")
+    assert len(stored_reply(open_page(context, url))) > 20
+
+
+def test_an_exported_chat_does_not_tell_its_id(page: Page) -> None:
+    limit(page, 2)
+    say(page, "Name a colour.")
+    finish(page)
+    page.locator("#chats .toggle-button").click()
+    page.locator(".shelf summary").click()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Export as JSON").click()
+    assert "id" not in json.loads(Path(download.value.path()).read_text(encoding="utf-8"))
+
+
+def stored_reply(page: Page) -> str:
+    """The last reply of the only chat that the browser has stored."""
+    stored = "Object.keys(localStorage).filter((key) => key.startsWith('token-tree-chat:')).map((key) => localStorage[key])"
+    (record,) = page.evaluate(stored)
+    return str(json.loads(record)["messages"][-1]["text"])

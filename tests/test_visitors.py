@@ -18,6 +18,7 @@ from toys import ARCHITECTURES, tiny_engine, tiny_model, tokenizer
 import app
 from specdec.engine import SpeculativeEngine
 from ui.chat import ChatHandlers, Frame
+from ui.chats import MAX_TABS, Tabs
 from ui.limits import PRIVATE, PUBLIC, Limits
 from ui.page import build
 from ui.settings import MAX_TOKENS, Settings
@@ -71,6 +72,7 @@ def test_who_waits_sees_the_place_and_who_leaves_frees_theirs(slow: ChatHandlers
     first = begin(slow, "a")
     second, third = (slow.send("question", visitor(name), *SHORT) for name in "bc")
     wait(second, slow, "b", "waiting for 1 other reply")
+    assert "waiting for 1 other reply" in next(second)[2], "the panel must say so, too"
     wait(third, slow, "c", "waiting for 2 other replies")
     second.close()  # type: ignore[attr-defined]  # what Gradio does when the tab closes
     slow.leave(visitor("b"))
@@ -91,6 +93,7 @@ def test_an_audit_waits_visibly_and_frees_its_place_when_its_visitor_leaves(slow
         next(audit)
         notices = slow.tabs.chat("b").messages[1].notices
     audit.close()  # type: ignore[attr-defined]
+    assert slow.tabs.chat("b").messages[1].notices == [], "what has not come is not kept"
     end = time.monotonic() + 5
     while len(slow.replies.turns._line) > 1 and time.monotonic() < end:
         time.sleep(0.02)
@@ -139,6 +142,19 @@ def test_no_visitor_sees_anothers_text(slow: ChatHandlers) -> None:
     assert secrets["a"] not in seen["b"]
 
 
+def test_of_too_many_tabs_one_that_writes_is_spared() -> None:
+    tabs = Tabs()
+    writing = tabs.chat("0")
+    writing.ask("question")
+    for number in range(1, MAX_TABS + 1):
+        tabs.chat(str(number))
+    assert (len(tabs), tabs.shows("0", writing), "1" in tabs._chats) == (MAX_TABS, True, False)
+    for chat in tabs._chats.values():
+        chat.ask("question")
+    tabs.chat("new")
+    assert (len(tabs), "new" in tabs._chats) == (MAX_TABS, True), "where all write, the oldest goes"
+
+
 def test_clients_without_a_session_share_nothing() -> None:
     with served(build(tiny_engine())) as url:
         first, second = (_call(url, "the cat sat on the mat") for _ in range(2))
@@ -169,7 +185,8 @@ def test_the_limit_of_a_reply_says_so() -> None:
 
 def test_the_limit_of_time_says_so(slow: ChatHandlers) -> None:
     handlers = ChatHandlers(slow.engine, Limits(prompt_tokens=10_000, reply_tokens=10_000, seconds=0.3))
-    list(handlers.send("the cat sat on the mat", visitor("a"), "plain", *VALUES[1:]))
+    *_, last = handlers.send("the cat sat on the mat", visitor("a"), "plain", *VALUES[1:])
+    assert json.loads(last[2])["messages"][-1]["finish_reason"] == "time", "the panel must not say that the visitor did it"
     reply = handlers.tabs.chat("a").messages[1]
     assert (reply.state, bool(reply.text)) == ("stopped", True)
     assert reply.footer.endswith("stopped: this page's limit is 0 seconds")

@@ -60,9 +60,14 @@ def _line(event: int | Audit, finished: Finished, dtype: torch.dtype) -> str:
 def describe(report: Audit, sampled: bool, dtype: torch.dtype) -> str:
     """The verdict in one line."""
     choice = "draw under the same noise" if sampled else "choice"
-    line = f"{report.own:,} of {report.tokens:,} tokens are the target's own {choice}"
-    if report.first_difference is None:
-        return f"{line}; the text is exactly what plain decoding says"
     exact = dtype in (torch.float32, torch.float64)
-    why = "this should not happen in" if exact else "rounding tips near ties in"
-    return f"{line}; the largest shortfall is {report.largest_shortfall:.3f} logits ({why} {dtype_name(dtype)})"
+    if report.first_difference is not None:
+        why = f"{'this should not happen' if exact else 'rounding tips near ties'} in {dtype_name(dtype)}"
+    elif exact:
+        why = "the text is exactly what plain decoding says"
+    else:
+        why = f"every token is its own; in {dtype_name(dtype)} a plain run may still tip near ties the other way"
+    return (
+        f"{report.own:,} of {report.tokens:,} tokens are the target's own {choice}; "
+        f"the largest shortfall is {report.largest_shortfall:.3f} logits ({why})"
+    )

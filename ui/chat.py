@@ -35,6 +35,8 @@ _THINK, _THOUGHT = "<think>", "</think>"
 
 Frame = tuple[Any, Any, Any, Any, Any]
 """Values of the components (chatbot, box, panel, meter, shelf)."""
+NOTHING: Frame = (SKIP, SKIP, SKIP, SKIP, SKIP)
+"""A frame that changes nothing."""
 
 
 class ChatHandlers:
@@ -89,7 +91,7 @@ class ChatHandlers:
         """Take the last question back into the message box."""
         chat = self._chat(request)
         text = chat.take_back(len(chat.messages)) if chat.messages else ""
-        return self._frame(chat, box=gr.update(value=text), panel="", shelf=_shelf(chat))
+        return self._whole(chat, value=text)
 
     def stop(self, request: gr.Request) -> None:
         """End the reply; what it has said stays."""
@@ -99,19 +101,30 @@ class ChatHandlers:
         """Let the target check the last reply; how it stands, and at last the verdict, is written below it."""
         tab = _tab(request)
         chat = self.tabs.chat(tab)
-        if not chat.messages or chat.messages[-1].state == "writing":
+        if not chat.messages or chat.busy:
             return
         reply = chat.messages[-1]
-        with closing(check(self.replies, chat)) as lines:
-            for line in lines:
-                reply.notices = [*(notice for notice in reply.notices if not notice.startswith(PREFIX)), line]
-                if not self.tabs.shows(tab, chat):
-                    return
-                yield self._frame(chat, shelf=_shelf(chat))
+        kept = others = [notice for notice in reply.notices if not notice.startswith(PREFIX)]
+        try:
+            with closing(check(self.replies, chat)) as lines:
+                for line in lines:
+                    reply.notices = [*others, line]
+                    if not self.tabs.shows(tab, chat):
+                        return
+                    yield self._frame(chat)
+            kept = reply.notices
+            yield self._frame(chat, shelf=_shelf(chat))
+        finally:
+            reply.notices = kept
+
+    def settle(self, request: gr.Request) -> Frame:
+        """How all stands, once a reply has ended or was left: whatever came late is put right."""
+        return self._whole(self._chat(request))
 
     def clear(self, request: gr.Request) -> Frame:
         """Begin a new chat; the old one stays on the shelf."""
-        return self._frame(self.tabs.new(_tab(request)), box=_box(busy=False), panel="", shelf=_shelf(None))
+        left = self._chat(request)
+        return self._whole(self.tabs.new(_tab(request)), left)
 
     def open(self, data: gr.EventData, request: gr.Request) -> Frame:
         """Show a saved chat that the page hands in."""
@@ -119,9 +132,15 @@ class ChatHandlers:
             chat_id, messages = str(data.id), read_messages(data.messages)
         except (ValueError, AttributeError):
             gr.Warning("This saved chat cannot be read; it may come from another version.")
-            return SKIP, SKIP, SKIP, SKIP, SKIP
-        chat = self.tabs.open(_tab(request), chat_id, messages)
-        return self._frame(chat, box=_box(busy=False), panel="", shelf=_shelf(chat))
+            return NOTHING
+        left = self._chat(request)
+        return self._whole(self.tabs.open(_tab(request), chat_id, messages), left)
+
+    def delete(self, data: gr.EventData, request: gr.Request) -> Frame:
+        """Forget a chat that was taken from the shelf; where the tab shows it a new one begins."""
+        shown = self._chat(request)
+        chat = self.tabs.delete(_tab(request), str(data.id))
+        return NOTHING if chat is shown else self._whole(chat)
 
     def leave(self, request: gr.Request) -> None:
         """The tab was closed or reloaded."""
@@ -168,14 +187,16 @@ class ChatHandlers:
             chat.prompt(settings.system_prompt),
             lambda token_ids: token_texts(self.engine.tokenizer, token_ids),
         )
-        yield self._frame(chat, box=box or _box(busy=True), panel=feed.start(), shelf=_shelf(chat))
         with closing(self.replies.write(chat, writing, settings, details=True)) as batches:
+            next(batches)
+            yield self._frame(chat, box=box or _box(busy=True), panel=feed.start(), shelf=_shelf(chat))
             for steps in batches:
                 if self._shows(tab, chat, writing):
-                    yield self._frame(chat, panel=feed.steps(steps) if steps else SKIP)
+                    yield self._frame(chat, panel=feed.steps(steps) if steps else feed.note(writing.place))
         if self._shows(tab, chat, writing):
-            end = feed.error(reply.notices[-1]) if reply.state == "failed" else feed.end()
-            yield self._frame(chat, box=_box(busy=False), panel=end, meter=self._meter(chat), shelf=_shelf(chat))
+            yield self._frame(
+                chat, panel=feed.error(reply.notices[-1]) if reply.state == "failed" else feed.end(writing.reason)
+            )
 
     def _shows(self, tab: str, chat: Chat, writing: Writing) -> bool:
         """Whether the tab still shows this reply: not another chat, nor the next reply."""
@@ -184,8 +205,12 @@ class ChatHandlers:
     def _chat(self, request: gr.Request) -> Chat:
         return self.tabs.chat(_tab(request))
 
-    def _frame(self, chat: Chat, box: Any = SKIP, panel: Any = SKIP, meter: Any = None, shelf: Any = SKIP) -> Frame:
-        meter = SKIP if meter is None and chat.messages else meter or ""
+    def _whole(self, chat: Chat, left: Chat | None = None, **box: Any) -> Frame:
+        """All of a chat as it stands; ``left``: the one that the tab showed before."""
+        panel = SKIP if chat.writing else ""
+        return self._frame(chat, _box(chat.busy, **box), panel, self._meter(chat), _shelf(chat, left))
+
+    def _frame(self, chat: Chat, box: Any = SKIP, panel: Any = SKIP, meter: Any = SKIP, shelf: Any = SKIP) -> Frame:
         return [row for message in chat.messages for row in show(message)], box, panel, meter, shelf
 
     def _meter(self, chat: Chat) -> str:
@@ -235,8 +260,10 @@ def _tab(request: gr.Request) -> str:
     return request.session_hash or secrets.token_hex(16)  # who has no session shares nothing with anybody
 
 
-def _shelf(chat: Chat | None) -> str:
-    return json.dumps({"current": chat.id if chat else None, "chat": chat.to_json() if chat and chat.messages else None})
+def _shelf(chat: Chat, left: Chat | None = None) -> str:
+    """What the shelf is told; a chat that was ``left`` comes along if a reply was written in it: it may have been cut off."""
+    cut = left.to_json() if left is not None and left.writing is not None else None
+    return json.dumps({"current": chat.id, "chat": chat.to_json() if chat.messages else None, "left": cut})
 
 
 def _box(busy: bool, **more: Any) -> Any:

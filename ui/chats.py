@@ -25,6 +25,8 @@ MAX_TABS = 256
 MAX_CLOSED = 256
 MAX_TEXT = 2_000_000
 """Characters of a saved chat that the page may hand in."""
+MAX_MESSAGES = 1000
+"""Messages of such a chat."""
 
 
 @dataclass(slots=True)
@@ -47,20 +49,24 @@ class Message:
         match raw:
             case {"role": "user" | "assistant" as role, "text": str(text)}:
                 footer, notices = raw.get("footer", ""), raw.get("notices", [])
-                state: State = (
-                    "stopped" if raw.get("state") == "stopped" else "failed" if raw.get("state") == "failed" else "done"
-                )
+                was = raw.get("state")
+                state: State = "failed" if was == "failed" else "stopped" if was in ("stopped", "writing") else "done"
                 lines = [line for line in notices if isinstance(line, str)] if isinstance(notices, list) else []
                 return cls(role, text, state, lines, footer if isinstance(footer, str) else "")
         raise ValueError("not a message")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Writing:
-    """A reply that is being written; set ``stop`` and it ends within a step."""
+    """A reply that is being written; set ``stop`` and it ends within a step.
+
+    ``place`` tells its place in the queue while it waits, ``reason`` why it ended: a finish reason of a step, or "time".
+    """
 
     reply: Message
     stop: threading.Event = field(default_factory=threading.Event)
+    place: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,11 @@ class Chat:
     writing: Writing | None = None
     finished: Finished | None = None
 
+    @property
+    def busy(self) -> bool:
+        """Whether a reply is being written."""
+        return self.writing is not None and self.writing.reply.state == "writing"
+
     def ask(self, question: str) -> Writing:
         """Add a question and its reply, still to be written; one that is being written ends."""
         self.stop()
@@ -106,7 +117,7 @@ class Chat:
         question = max(min(index, len(self.messages) - 1), 0) // 2 * 2
         text = self.messages[question].text
         del self.messages[question:]
-        self.finished = None
+        self.writing = self.finished = None
         return text
 
     def prompt(self, system_prompt: str) -> list[dict[str, str]]:
@@ -136,10 +147,12 @@ def read_messages(raw: Any) -> list[Message]:
     """The messages of a chat as the browser stored it. Raises ValueError for anything else."""
     if not isinstance(raw, list):
         raise ValueError("no list of messages")
+    if len(raw) > MAX_MESSAGES:
+        raise ValueError("too many messages")
     messages = [Message.read(message) for message in raw]
     if [message.role for message in messages] != ["user", "assistant"] * (len(messages) // 2):
         raise ValueError("questions and answers must take turns")
-    if sum(len(message.text) for message in messages) > MAX_TEXT:
+    if sum(len(str(message)) for message in messages) > MAX_TEXT:
         raise ValueError("too long")
     return messages
 
@@ -166,14 +179,25 @@ class Tabs:
     def open(self, tab: str, chat_id: str, messages: list[Message]) -> Chat:
         """Show a saved chat in the tab: as this server knows it, else with ``messages``.
 
-        A chat that another tab shows is opened as a copy of its own, so that two tabs never write into one.
+        One that it shows already stays as it is. A chat that another tab shows is opened as a copy of its own, so that two
+        tabs never write into one.
         """
         with self._lock:
+            if tab in self._chats and self._chats[tab].id == chat_id:
+                return self._show(tab, self._chats[tab])
             self._leave(tab)
             shown = next((chat for chat in self._chats.values() if chat.id == chat_id), None)
             if shown is not None:
                 return self._show(tab, Chat(messages=[_copy(message) for message in shown.messages]))
             return self._show(tab, Chat(chat_id, self._closed.get(chat_id, messages)))
+
+    def delete(self, tab: str, chat_id: str) -> Chat:
+        """Forget a closed chat, or the one that the tab shows; the tab's chat then, maybe a new one."""
+        with self._lock:
+            if tab in self._chats and self._chats[tab].id == chat_id:
+                self._leave(tab)
+            self._closed.pop(chat_id, None)
+            return self._show(tab, self._chats.get(tab) or Chat())
 
     def close(self, tab: str) -> None:
         """The tab is gone: its reply ends, its K/V is freed, its text is remembered for a while."""
@@ -209,7 +233,8 @@ class Tabs:
         self._chats[tab] = chat
         self._chats.move_to_end(tab)
         while len(self._chats) > MAX_TABS:
-            self._leave(next(iter(self._chats)))
+            *others, _ = self._chats
+            self._leave(next((other for other in others if not self._chats[other].busy), others[0]))
         for cold in list(self._chats.values())[:-MAX_WARM]:
             cold.conversation = None
         return chat

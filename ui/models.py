@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from html import escape
 from typing import Any
 
@@ -87,13 +88,14 @@ class Models:
     def _recent(self) -> list[str]:
         try:
             return (cache_folder() / "recent-models").read_text(encoding="utf-8").splitlines()[:RECENT]
-        except (FileNotFoundError, UnicodeDecodeError):
+        except (OSError, UnicodeDecodeError):
             return []
 
     def _remember(self, name: str) -> None:
         names = [name, *(other for other in self._recent() if other != name)][:RECENT]
-        cache_folder().mkdir(parents=True, exist_ok=True)
-        (cache_folder() / "recent-models").write_text("\n".join(names), encoding="utf-8")
+        with suppress(OSError):  # the model is in use all the same
+            cache_folder().mkdir(parents=True, exist_ok=True)
+            (cache_folder() / "recent-models").write_text("\n".join(names), encoding="utf-8")
 
 
 class ModelSection:

@@ -32,7 +32,7 @@ _LATEX: list[dict[str, str | bool]] = [
 _EMPTY = (
     "## Ask something, and watch it being guessed\n\n"
     "A quick guesser drafts a **tree** of possible next words; the model checks the whole tree in **one pass** and keeps "
-    "what it would have said anyway. The text is the same, it only comes sooner."
+    "what it would have said anyway. Every token is the model's own choice; it only comes sooner."
 )
 
 
@@ -170,7 +170,7 @@ def _setting_fields() -> list[Any]:
             ["tree", "linear", "plain"],
             value=default.decoding,
             label="Decoding",
-            info="the same text at three speeds",
+            info="three speeds; every token is the model's own choice",
             elem_id="decoding",
         )
         budget = gr.Dropdown(
@@ -218,9 +218,10 @@ def _wire(handlers: ChatHandlers, relay: Relay, parts: _ChatParts, panel: gr.HTM
     ]
     for begun in beginnings:
         streamed = begun.success(relay.stream, None, [chatbot, panel], trigger_mode="multiple", **slow)
-        streamed.then(relay.finish, None, [box, parts.meter, saved], trigger_mode="multiple", **quick)
+        streamed.then(handlers.settle, None, frame, trigger_mode="multiple", **quick)
     chatbot.undo(handlers.undo, outputs=frame, **quick)
     box.stop(handlers.stop, **quick)
     parts.audit.click(handlers.audit, outputs=frame, **slow)
-    gr.on([chatbot.clear, new.click, saved.clear], handlers.clear, outputs=frame, **quick)
+    gr.on([chatbot.clear, new.click], handlers.clear, outputs=frame, **quick)
     saved.select(handlers.open, outputs=frame, **quick)
+    saved.delete(handlers.delete, outputs=frame, **quick)

@@ -10,14 +10,14 @@ Create it once, then yield strings to it::
         ...
         yield feed.steps(new_steps)                   # all Steps since the last yield, at most 20-30 times a second
         ...
-        yield feed.end()                              # always the last: finished, stopped or cut off
+        yield feed.end()                              # always the last: finished, stopped or cut off (``reason``)
         # on failure instead of end():
         yield feed.error("one line for the reader")
 
 ``model`` and ``settings`` are flat dicts for display, ``prompt`` the chat messages. ``feed.note(text)`` shows a line above
-the tree; a Step's own ``note`` is told in the sentence about it. ``feed.recorder.trace()`` is the reply as a
-trace, ``feed.recorder.stats`` its figures. Besides a feed's strings the panel takes `replay(trace, label)`, `complaint(line)`
-and "" (back to the recorded example).
+the tree until the next step ("waiting for ..."); a Step's own ``note`` is told in the sentence about it.
+``feed.recorder.trace()`` is the reply as a trace, ``feed.recorder.stats`` its figures. Besides a feed's strings the panel
+takes `replay(trace, label)`, `complaint(line)` and "" (back to the recorded example).
 
 Payloads may be coalesced on their way (the browser sees only the latest value) or come twice. So every message carries a
 sequence number and travels in several consecutive payloads, and the last payload of a reply brings all its steps.
@@ -92,17 +92,17 @@ class PanelFeed:
         return self._payload({"kind": "steps", "steps": [self.recorder.add(step) for step in steps]})
 
     def note(self, text: str) -> str:
-        """A line to show above the tree."""
+        """A line to show above the tree until the next step; "" takes it away."""
         return self._payload({"kind": "note", "text": text})
 
     def error(self, text: str) -> str:
         """The reply failed; ``text`` is one line for the reader. What was drawn stays."""
         return self._payload({"kind": "error", "text": text})
 
-    def end(self) -> str:
-        """The reply is over: by itself, at a limit, or stopped by the user."""
+    def end(self, reason: str | None = None) -> str:
+        """The reply is over: by itself, at a limit, or stopped by the user; ``reason`` where the last step does not tell."""
         records = self.recorder.records
-        reason = records[-1]["finish_reason"] if records else None
+        reason = reason or (records[-1]["finish_reason"] if records else None)
         whole = {"steps": records} if self._size <= MAX_WHOLE else {}
         return self._payload({"kind": "end", "finish_reason": reason or "cancelled", **whole})
 

@@ -22,7 +22,7 @@ race.receive(props.value);
 _WHY = (
     "The same prompt, decoded several ways **one after the other** on this device, each starting with the prompt already "
     "read; then replayed side by side on one clock. Plain guesses nothing, linear one chain of tokens, tree several at once. "
-    "Guessing changes the time, not the text."
+    "Guessing changes the time; every token stays the model's own choice."
 )
 
 

@@ -25,6 +25,7 @@ _ENDINGS = {
     "length": "reached the limit of {max_tokens} tokens",
     "context": "the model's context is full",
     "cancelled": "stopped",
+    "time": "stopped: this page's limit is {seconds:.0f} seconds",
 }
 
 
@@ -75,8 +76,9 @@ class Replies:
     def write(self, chat: Chat, writing: Writing, settings: Settings, details: bool) -> Generator[list[Step], None, None]:
         """Let the reply that `Chat.ask` began grow.
 
-        Yields whenever it has changed, with the steps that changed it (none: it waits or reads). However this ends, by
-        itself, by `Writing.stop`, by an error or because nobody listens any more, the reply stays in the chat and says so.
+        Yields at once, then whenever it has changed, with the steps that changed it (none: it waits or reads). However this
+        ends, by itself, by `Writing.stop`, by an error or because nobody listens any more, the reply stays in the chat and
+        says so.
         """
         reply, stop = writing.reply, writing.stop
         asked, settings = settings, self.limits.settings(settings)
@@ -87,13 +89,15 @@ class Replies:
         prompt: Prompt | None = None
         step: Step | None = None
         try:
+            yield []
             for events in self._events(chat, messages, settings, stop, clock, details):
                 steps = [event for event in events if isinstance(event, Step)]
                 for event in events:
                     match event:
                         case Waiting(ahead):
-                            reply.footer = in_line(ahead)
+                            reply.footer = writing.place = in_line(ahead)
                         case Reading():
+                            writing.place = ""
                             prompt = event.prompt
                             reply.footer = f"reading {len(prompt.token_ids):,} tokens"
                             reply.notices = self._trimmed(prompt)
@@ -114,19 +118,18 @@ class Replies:
             self.noted(chat, settings, stats)
             if reply.state == "writing":
                 reply.state = "stopped"
-            ending = "" if reply.state == "failed" else self._ending(step, asked, clock.late)
+            reason = "cancelled" if step is None or step.finish_reason is None else step.finish_reason
+            writing.reason = "time" if reason == "cancelled" and clock.late else reason
+            ending = "" if reply.state == "failed" else self._ending(writing.reason, asked)
             reply.footer = " · ".join(filter(None, [figures(stats, settings), ending]))
             if prompt is not None and token_ids and chat.writing is writing:
                 chat.finished = Finished(prompt, tuple(token_ids), settings)
 
-    def _ending(self, step: Step | None, asked: Settings, late: bool) -> str:
-        """Why a reply ended whose last step was ``step``; empty if it said all."""
-        reason = "cancelled" if step is None or step.finish_reason is None else step.finish_reason
-        if reason == "cancelled" and late:
-            return f"stopped: this page's limit is {self.limits.seconds:.0f} seconds"
+    def _ending(self, reason: str, asked: Settings) -> str:
+        """``reason`` in words; empty if the reply said all."""
         if reason == "length" and asked.max_tokens > self.limits.reply_tokens:
             return f"this page's limit is {self.limits.reply_tokens:,} tokens"
-        return _ENDINGS.get(reason, "").format(max_tokens=asked.max_tokens)
+        return _ENDINGS.get(reason, "").format(max_tokens=asked.max_tokens, seconds=self.limits.seconds)
 
     def _trimmed(self, prompt: Prompt) -> list[str]:
         if not prompt.trimmed:

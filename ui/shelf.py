@@ -1,8 +1,9 @@
-"""The shelf: saved chats, kept by the browser and by nobody else.
+"""The shelf: saved chats, kept by the browser. The server remembers the latest, too, until it ends (`ui.chats.Tabs`).
 
 Each chat is an entry of its own in the browser's storage, so two tabs never overwrite each other's, and everything but
 opening one (list, rename, delete, export) happens in the page (``assets/shelf.js``). The component's value is what Python
-tells it, ``{"current": id, "chat": record}``; its ``select`` event hands in a record to open, ``clear`` asks for a new chat.
+tells it, ``{"current": id, "chat": record, "left": record}``; its ``select`` event hands in a record to open, ``delete`` tells
+the id of one that was deleted.
 """
 
 from __future__ import annotations

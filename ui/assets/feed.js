@@ -44,7 +44,7 @@
       if (message.kind === "start") live.header = { model: message.model, settings: message.settings, prompt: message.prompt };
       for (const record of message.steps ?? []) {
         live.add(record);
-        live.state = "streaming";
+        Object.assign(live, { state: "streaming", note: "" });
       }
       if (message.kind === "note") live.note = message.text;
       if (message.kind === "error") Object.assign(live, { state: "error", error: message.text });

@@ -26,6 +26,7 @@
     stopping_criteria: "finished by a stopping rule",
     length: "stopped at the token limit",
     context: "stopped at the context limit",
+    time: "stopped at the time limit",
     cancelled: "stopped by you",
   };
 

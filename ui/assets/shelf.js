@@ -5,32 +5,34 @@
   const PREFIX = "token-tree-chat:";
   const CURRENT = "token-tree-chat-current";
   const MOST = 100;
+  const EMPTY = "Chats are saved in this browser. The app remembers the latest ones until it ends.";
 
   class Shelf {
     constructor(host, trigger) {
       this.list = host.querySelector(".shelf");
       this.trigger = trigger;
       addEventListener("storage", () => this.draw());
+      addEventListener("pagehide", keepUnfinished);
       this.draw();
       const record = read(sessionStorage.getItem(CURRENT));
       if (record) trigger("select", record);
     }
 
-    /** Python's word: which chat this tab shows, and how it stands now. */
+    /** Python's word: which chat this tab shows, how it stands now, and the one that it showed before. */
     receive(value) {
       if (!value) return;
-      const { current, chat } = JSON.parse(value);
-      if (current) sessionStorage.setItem(CURRENT, current);
-      else sessionStorage.removeItem(CURRENT);
-      if (chat) keep({ ...chat, title: read(chat.id)?.ownTitle ?? chat.title, ownTitle: read(chat.id)?.ownTitle });
-      else if (current) localStorage.removeItem(PREFIX + current);
+      const { current, chat, left } = JSON.parse(value);
+      sessionStorage.setItem(CURRENT, current);
+      if (left && unfinished(read(left.id))) keepNamed(left);
+      if (chat) keepNamed(chat);
+      else localStorage.removeItem(PREFIX + current);
       this.draw();
     }
 
     draw() {
       const current = sessionStorage.getItem(CURRENT);
       const rows = all().map((record) => this.row(record, record.id === current));
-      const empty = make("p", { className: "none", textContent: "Chats are kept here, in this browser only." });
+      const empty = make("p", { className: "none", textContent: EMPTY });
       this.list.replaceChildren(...(rows.length ? rows : [empty]));
     }
 
@@ -42,7 +44,7 @@
       const menu = make("details", { className: "menu" });
       const summary = make("summary", { textContent: "⋯" });
       summary.setAttribute("aria-label", `more about ${record.title}`);
-      menu.append(summary, this.actions(record, menu, shown));
+      menu.append(summary, this.actions(record, menu));
       menu.addEventListener("focusout", (event) => {
         if (!menu.contains(event.relatedTarget)) menu.open = false;
       });
@@ -51,13 +53,13 @@
       return row;
     }
 
-    actions(record, menu, shown) {
+    actions(record, menu) {
       const box = make("div", { className: "actions" });
       const actions = {
         Rename: () => this.rename(record, menu.parentElement),
         "Export as Markdown": () => download(`${fileName(record)}.md`, markdown(record), "text/markdown"),
-        "Export as JSON": () => download(`${fileName(record)}.json`, JSON.stringify(record, null, 2), "application/json"),
-        Delete: () => this.remove(record, shown),
+        "Export as JSON": () => download(`${fileName(record)}.json`, json(record), "application/json"),
+        Delete: () => this.remove(record),
       };
       for (const [name, act] of Object.entries(actions)) {
         const button = make("button", { type: "button", textContent: name });
@@ -89,9 +91,9 @@
       field.select();
     }
 
-    remove(record, shown) {
+    remove(record) {
       localStorage.removeItem(PREFIX + record.id);
-      if (shown) this.trigger("clear");
+      this.trigger("delete", { id: record.id });
       this.draw();
     }
   }
@@ -131,6 +133,26 @@
     }
   }
 
+  /** Store a chat as Python knows it, under the name that it was given here. */
+  function keepNamed(chat) {
+    const ownTitle = read(chat.id)?.ownTitle;
+    keep({ ...chat, title: ownTitle ?? chat.title, ownTitle });
+  }
+
+  /** Whether a chat was stored when its last reply had only begun. */
+  function unfinished(record) {
+    return record?.messages?.at(-1)?.state === "writing";
+  }
+
+  /** The page goes away: of a reply that is still written, the panel knows the text. */
+  function keepUnfinished() {
+    const record = read(sessionStorage.getItem(CURRENT));
+    const live = document.querySelector("#specdec-panel .specdec-host")?.panel?.feed.live;
+    if (!live || !unfinished(record)) return;
+    record.messages.at(-1).text = live.toTrace().text;
+    keep(record);
+  }
+
   function fileName(record) {
     return (
       record.title
@@ -138,6 +160,11 @@
         .trim()
         .slice(0, 60) || "chat"
     );
+  }
+
+  /** Without the id: whoever knows it can open the chat for as long as the server remembers it. */
+  function json(record) {
+    return JSON.stringify({ ...record, id: undefined }, null, 2);
   }
 
   function markdown(record) {

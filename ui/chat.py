@@ -237,10 +237,11 @@ def show(message: Message) -> list[dict[str, Any]]:
         fold = {"title": "Reasoning", "status": "done" if closed else "pending"}
         rows.append({"role": "assistant", "content": inert(thought.strip()), "metadata": fold})
         text = text.lstrip("\n")
-    lines = [f"***{notice}***" if notice.startswith(GOOD) else f"*{notice}*" for notice in message.notices]
+    notices = [inert(notice).replace("*", "") for notice in message.notices]
+    lines = [f"***{notice}***" if notice.startswith(GOOD) else f"*{notice}*" for notice in notices]
     if message.state == "failed":
-        lines[-1:] = [f"**{inert(notice).replace('*', '')}**" for notice in message.notices[-1:]]
-    lines += [message.footer] if message.footer else []
+        lines[-1:] = [f"**{notice}**" for notice in notices[-1:]]
+    lines += [inert(message.footer)] if message.footer else []
     disarm = inert if message.state == "writing" else _inert_once
     parts = [disarm(text) or ("…" if message.state == "writing" else "No reply.")]
     if lines:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from specdec.engine import SpeculativeEngine
-from specdec.prompt import Prompt, PromptError, encode
+from specdec.prompt import Prompt, PromptError, encode, fair_share
 from specdec.stats import Stats
 from specdec.step import Step
 from ui.chats import Chat, Finished, Writing
@@ -64,9 +64,9 @@ class Replies:
         Raises PromptError, or LimitError where it is this page that reads no more.
         """
         context, limits = self.engine.target.context_limit, self.limits
-        room = context - min(max_tokens, context // 4)
-        if limits.prompt_tokens >= room:
-            return encode(self.engine.tokenizer, messages, room)
+        share = fair_share(max_tokens, context)
+        if limits.prompt_tokens >= context - share:
+            return encode(self.engine.tokenizer, messages, context - 1, share)
         limits.check(messages[0], messages[-1])
         try:
             return encode(self.engine.tokenizer, messages, limits.prompt_tokens)

@@ -59,8 +59,9 @@ def act(page: Page) -> None:
     page.wait_for_timeout(900)
     go_to_branching_step(page)
     page.wait_for_timeout(300)
-    page.get_by_role("button", name="grow", exact=True).press("Enter")
-    page.wait_for_timeout(4200)
+    for beat in ("grow", "verify", "prune"):
+        page.get_by_role("button", name=beat, exact=True).press("Enter")
+        page.wait_for_timeout(1200)
     page.locator(".scrubber").press("ArrowRight")
     page.wait_for_timeout(4200)
 

@@ -132,6 +132,19 @@ def test_every_part_of_a_step_is_drawn(page: Page) -> None:
     expect(page.locator(".figure strong").first).to_have_text(f"{record['figures']['tokens_per_pass']:.2f}")
 
 
+def test_what_comes_after_the_end_of_the_reply_was_never_said(page: Page) -> None:
+    trace = random_trace(30, nodes=8, agreement=0.8)
+    step = next(i for i, record in enumerate(trace["steps"]) if len(record["token_ids"]) == 4)
+    record = trace["steps"][step]
+    for part in ("token_ids", "token_texts"):
+        record[part] = record[part][:1]
+    show(page, trace, step)
+    expect(page.locator(".equation")).to_contain_text("agreed with 1 and the reply ends here: one pass gave 1 token.")
+    assert page.locator(".tree .node.accepted").count() == page.locator(".strip .token.now").count() == 1
+    assert page.locator(".tree .node.unsaid").count() == 3, "two of the draft and the target's own"
+    assert page.locator(".tree .node.target").count() == 0
+
+
 def test_the_accepted_path_runs_straight_along_the_top(page: Page) -> None:
     trace = random_trace(30, nodes=14, agreement=0.8)
     show(page, trace, max(range(30), key=lambda i: len(trace["steps"][i]["token_ids"])))
@@ -306,6 +319,90 @@ def test_the_four_beats_are_told_and_end_at_rest(chromium: Browser, address: str
         "settled",
     ]
     page.close()
+
+
+def test_a_clicked_beat_stays_until_the_user_does_something_else(page: Page) -> None:
+    page.emulate_media(reduced_motion="no-preference")
+    show(page, random_trace(5, nodes=6), 1)
+    tree = page.locator(".specdec .tree")
+    for beat in ("verify", "commit"):
+        button = page.get_by_role("button", name=beat, exact=True)
+        button.click()
+        page.wait_for_timeout(1300)
+        expect(tree).to_have_attribute("data-beat", beat)
+        expect(button).to_have_attribute("aria-pressed", "true")
+    page.get_by_label("Next step").click()
+    expect(page.locator(".specdec h2")).to_have_text("Step 3")
+    expect(tree).to_have_attribute("data-beat", "settled")
+
+
+def test_explanations_are_in_sight_and_close_on_escape_and_on_a_click_elsewhere(page: Page) -> None:
+    show(page, random_trace(5, nodes=6), 1)
+    page.set_viewport_size({"width": 900, "height": 620})
+    for opener, text in (
+        (".figure summary", "tokens per pass, not the share accepted"),
+        (".help summary", "fully accepted draft"),
+    ):
+        box = page.locator(opener + " + .help-box")
+        for close in (lambda: page.keyboard.press("Escape"), lambda: page.click(".specdec h2")):
+            page.click(opener)
+            expect(box).to_contain_text(text)
+            expect(box).to_be_in_viewport(ratio=1)
+            close()
+            expect(box).to_be_hidden()
+
+
+def test_the_sentence_has_room_for_two_lines_where_it_can_wrap(page: Page) -> None:
+    page.set_viewport_size({"width": 760, "height": 900})
+    show(page, random_trace(5, nodes=6), 1)
+    height = "document.querySelector('.equation').offsetHeight"
+    told = page.evaluate(height)
+    page.evaluate("document.querySelector('.equation').textContent = 'Short.'")
+    assert page.evaluate(height) == told
+
+
+def test_a_tree_that_is_cut_off_fades_at_that_side(page: Page) -> None:
+    tree = page.locator(".specdec .tree")
+    show(page, random_trace(5, nodes=6), 1)
+    expect(tree).not_to_have_class(re.compile("cut"))
+    page.set_viewport_size({"width": 390, "height": 900})
+    show(page, random_trace(30, nodes=40, agreement=1), 20)
+    expect(tree).to_have_class(re.compile("cut-left"))
+    page.focus('.tree [data-node="0"]')
+    for _ in range(8):
+        page.keyboard.press("Shift+ArrowLeft")
+    expect(tree).to_have_class(re.compile("cut-right"))
+    expect(tree).to_have_css("mask-image", re.compile("gradient"))
+
+
+def test_an_indent_after_a_line_break_stands_on_the_next_line(page: Page) -> None:
+    trace = random_trace(3, nodes=0)
+    for record, text in zip(trace["steps"], ("def", "\n    ", "return"), strict=True):
+        record["token_texts"] = [text]
+    show(page, trace, 2)
+    tops = page.evaluate("[...document.querySelectorAll('.strip .token')].map((token) => token.getClientRects()[0].top)")
+    assert tops[0] == tops[1] < tops[2]
+
+
+def test_earlier_figures_are_marked_as_such(page: Page) -> None:
+    trace = random_trace(5, nodes=6)
+    note = page.locator(".figure .upto").first
+    show(page, trace, 1)
+    expect(note).to_be_visible()
+    expect(note).to_have_text("up to this step")
+    show(page, trace, 0)
+    expect(page.locator(".figure .note").last).to_have_text(re.compile("of"))
+    expect(page.locator(".figure .note").nth(3)).to_contain_text("1 pass for")
+    show(page, trace, 4)
+    expect(note).to_be_hidden()
+
+
+def test_the_speedup_is_charted_up_to_its_peak(page: Page) -> None:
+    trace = random_trace(9, nodes=6)
+    trace["steps"][0]["figures"]["speedup"] = 7.5
+    show(page, trace, 1)
+    page.wait_for_function("document.querySelector('.plot').data?.[0].y[0] === 7.5")
+    assert page.evaluate("document.querySelector('.plot').layout.yaxis.range[1]") > 7.5
 
 
 def test_reduced_motion_has_no_beats(page: Page) -> None:

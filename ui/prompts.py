@@ -50,7 +50,7 @@ EXAMPLES = (
     ),
     Example(
         "Translate",
-        "some words return: trees help a little",
+        "few words return: trees help less",
         "Translate into French: Good morning, where is the train station, please? The train leaves in ten minutes.",
     ),
     Example(

@@ -53,8 +53,7 @@
     const data = [line(x, figure(history, "speedup"), colour.speed, "speedup")];
     const expected = figure(history, "expected_speedup");
     if (expected.at(-1) != null) data.push(line(x, expected, colour.speed, "expected", { dash: "dot", width: 1.3 }));
-    const settled = data.flatMap(({ y }) => y.slice(Math.min(4, y.length - 1))).filter((value) => value != null);
-    const top = 1.12 * Math.max(1.6, ...settled);
+    const top = 1.12 * Math.max(1.6, ...data.flatMap(({ y }) => y).filter((value) => value != null));
     data.push({
       ...line([0.5, history.length + 0.5], [1, 1], colour.muted, "plain", { dash: "dash", width: 1.2 }),
       hoverinfo: "skip",
@@ -174,7 +173,7 @@
   const CHARTS = [
     {
       title: "Running speedup",
-      note: "against a plain pass measured here",
+      note: "against a plain pass measured here; dotted: as the draft expected",
       axis: "step",
       build: speedup,
       wide: true,
@@ -194,7 +193,12 @@
       wide: true,
       marked: true,
     },
-    { title: "Acceptance by depth", note: "first guesses are the surest", axis: "depth in the tree", build: byDepth },
+    {
+      title: "Acceptance by depth",
+      note: "of the tokens drafted at each depth, the share accepted",
+      axis: "depth in the tree",
+      build: byDepth,
+    },
     { title: "Tokens drafted", note: "budget chosen for each pass", axis: "step", build: budget, wide: true, marked: true },
     { title: "Acceptance by source", note: "where good guesses come from", axis: "", build: bySource },
   ];

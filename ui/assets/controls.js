@@ -70,6 +70,19 @@
     }
   }
 
+  /** Close a `<details>` on Escape and on a click elsewhere. */
+  function dismissable(details) {
+    document.addEventListener("click", (event) => !details.contains(event.target) && (details.open = false));
+    document.addEventListener("keydown", (event) => {
+      if (event.key !== "Escape" || !details.open || event.defaultPrevented) return;
+      event.preventDefault();
+      details.open = false;
+      details.querySelector("summary").focus();
+    });
+    return details;
+  }
+
+  /** What the signs of a tree mean: their names in a row, which opens to a line about each. */
   function legend() {
     const mark = (kind) =>
       specdec.svg(
@@ -77,15 +90,27 @@
         { viewBox: "-7 -7 14 14", class: `key ${kind}`, "aria-hidden": "true" },
         specdec.svg("path", { d: specdec.MARKS[kind] }),
       );
-    const item = (sign, text) => element("span", {}, sign, text);
-    return element(
-      "div",
-      { class: "legend" },
-      item(element("i", { class: "key accepted" }), "accepted"),
-      item(element("i", { class: "key rejected" }), "rejected"),
-      item(mark("bonus"), "bonus"),
-      item(mark("recovered"), "recovered"),
-      item(element("i", { class: "key bar" }), "target probability"),
+    const box = (kind) => element("i", { class: `key ${kind}` });
+    const entries = [
+      [box, "accepted", "drafted, and the target agreed: the reply goes this way."],
+      [box, "rejected", "drafted in vain. Almost free, as the pass is paid anyway; wider passes cost a little more."],
+      [mark, "bonus", "the target's own next word after a fully accepted draft: free."],
+      [mark, "recovered", "the target's own word where the guess was wrong."],
+      [mark, "plain", "the target's own word where nothing was drafted."],
+      [box, "target probability", "the bar under a draft: how likely the target finds it. Blue until the verdict."],
+    ];
+    const signed = ([sign, name]) => element("span", {}, sign(name), name);
+    return dismissable(
+      element(
+        "details",
+        { class: "help" },
+        element("summary", { class: "legend", title: "What these mean" }, ...entries.map(signed), element("b", {}, "?")),
+        element(
+          "dl",
+          { class: "help-box" },
+          ...entries.flatMap((entry) => [element("dt", {}, signed(entry)), element("dd", {}, entry[2])]),
+        ),
+      ),
     );
   }
 
@@ -97,7 +122,7 @@
     [
       "passes saved",
       (f) => words.number(f.passes_saved, 0),
-      (f) => `${words.number(f.passes, 0)} passes for ${words.counted(f.tokens, "token")}`,
+      (f) => `${words.counted(f.passes, "pass", "passes")} for ${words.counted(f.tokens, "token")}`,
     ],
     [
       "of drafted accepted",
@@ -111,17 +136,18 @@
 
   class Figures {
     constructor(host) {
-      this.cells = FIGURES.map(([name]) => {
+      this.host = host;
+      this.cells = FIGURES.map(([name, , small]) => {
         const value = element("strong", {}, "–");
-        const note = element("span", { class: "note" });
+        const note = small ? element("span", { class: "note" }) : element("span", { class: "note upto" }, "up to this step");
         return {
           value,
           note,
           cell: element("div", { class: "figure" }, value, element("span", { class: "name" }, name), note),
         };
       });
-      const why = element("details", {}, element("summary", {}, "why so few?"), element("p", {}, WHY_LOW));
-      this.cells.at(-1).cell.append(why);
+      const why = element("details", {}, element("summary", {}, "why so few?"), element("p", { class: "help-box" }, WHY_LOW));
+      this.cells.at(-1).cell.append(dismissable(why));
       host.append(...this.cells.map(({ cell }) => cell));
     }
 
@@ -129,7 +155,7 @@
       this.cells.forEach(({ value, note }, i) => {
         const [, main, small] = FIGURES[i];
         value.textContent = record ? main(record.figures) : "–";
-        note.textContent = record && small ? small(record.figures) : "";
+        if (small) note.textContent = record ? small(record.figures) : "";
       });
     }
   }
@@ -152,14 +178,7 @@
       });
       list.append(button);
     }
-    document.addEventListener("click", (event) => !details.contains(event.target) && (details.open = false));
-    details.addEventListener("keydown", (event) => {
-      if (event.key !== "Escape" || !details.open) return;
-      event.preventDefault();
-      details.open = false;
-      details.querySelector("summary").focus();
-    });
-    return details;
+    return dismissable(details);
   }
 
   specdec.controls = { iconButton, setIcon, Beats, legend, Figures, menu };

@@ -3,7 +3,7 @@
   "use strict";
   const specdec = (window.specdec ??= {});
   const { words } = specdec;
-
+  const VERDICTS = { root: "root: the last committed token", unsaid: "not said: the reply ends before it" };
 
   /** [name, value] pairs about a node, or about the target's own token (node "target"). */
   function describeNode(record, node) {
@@ -12,7 +12,7 @@
       return [
         ["token", words.visible(record.next_text, 120)],
         ["token id", String(verdict.next_token)],
-        ["verdict", words.KIND_WORDS[words.ownKind(record)]],
+        ["verdict", VERDICTS[words.stateOf(record, node)] ?? words.KIND_WORDS[words.ownKind(record)]],
       ];
     }
     const pairs = [
@@ -25,7 +25,8 @@
       pairs.push(["target rank", target.ranks[node] === 0 ? "1 (its first choice)" : String(target.ranks[node] + 1)]);
     }
     if (node > 0 && tree.sources) pairs.push(["drafted from", words.sourceWords(tree.sources[node])]);
-    return [...pairs, ["verdict", node === 0 ? "root: the last committed token" : words.stateOf(record, node)]];
+    const state = words.stateOf(record, node);
+    return [...pairs, ["verdict", VERDICTS[state] ?? state]];
   }
 
   const nodeSummary = (record, node) =>

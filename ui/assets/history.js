@@ -74,12 +74,12 @@
     #count(record) {
       const accepted = words.acceptedCount(record);
       this.acceptedLengths[accepted] = (this.acceptedLengths[accepted] ?? 0) + 1;
-      const onPath = new Set(record.verdict.path);
       depthsOf(record.tree).forEach((depth, node) => {
         if (node === 0) return;
         this.deepest = Math.max(this.deepest, depth);
-        tally(this.byDepth, depth, 1, onPath.has(node) ? 1 : 0);
-        tally(this.bySource, record.tree.sources?.[node] ?? "unknown", 1, onPath.has(node) ? 1 : 0);
+        const won = words.stateOf(record, node) === "accepted" ? 1 : 0;
+        tally(this.byDepth, depth, 1, won);
+        tally(this.bySource, record.tree.sources?.[node] ?? "unknown", 1, won);
       });
       this.deepest = Math.max(this.deepest, accepted + 1);
     }

@@ -302,6 +302,7 @@
         playback.playing || playback.live ? "Pause" : "Play",
       );
       this.scrubber.show(history, position);
+      this.figures.host.classList.toggle("earlier", position < history.length - 1);
       this.strip.show(history, position, beat !== "grow" && beat !== "verify");
       if (!record) return this.#drawEmpty();
       if (beat !== "settled") this.tree.host.style.setProperty("--beat", `${playback.beatSeconds}s`);

@@ -29,6 +29,7 @@
     #since = 0;
     #arrived = 0;
     #stepping = false;
+    #held = false;
 
     constructor(history) {
       this.speed = SPEEDS[0];
@@ -44,7 +45,7 @@
     }
 
     get moving() {
-      return this.playing || this.beat !== "settled";
+      return this.playing || (this.beat !== "settled" && !this.#held);
     }
 
     /** New steps have arrived at `now` (seconds). */
@@ -81,10 +82,12 @@
       this.#begin(now, "commit");
     }
 
+    /** One beat of this step, until the user does something else. */
     showBeat(beat, now) {
       this.live = false;
       this.playing = false;
       this.#begin(now, beat);
+      this.#held = true;
     }
 
     play(now) {
@@ -117,6 +120,7 @@
 
     #begin(now, beat) {
       this.beat = beat;
+      this.#held = false;
       this.#since = now;
     }
 

@@ -74,7 +74,7 @@
       const unit = Math.min(9, (HEIGHT - 8) / this.history.mostTokens);
       const gap = pitch > 5 ? 1.5 : pitch > 2.5 ? 0.75 : 0;
       this.history.records.forEach((record, step) => {
-        const own = record.token_ids.length > words.acceptedCount(record) ? 1 : 0;
+        const own = words.stateOf(record, "target") === "target" ? 1 : 0;
         const accepted = record.token_ids.length - own;
         const x = step * pitch;
         const wide = Math.max(0.5, pitch - gap);

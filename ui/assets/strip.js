@@ -4,6 +4,7 @@
   const specdec = (window.specdec ??= {});
   const { words } = specdec;
   const LONGEST_LINE = 160;
+  const FADE = 20; // as high as in the stylesheet
 
   class Strip {
     #history = null;
@@ -59,7 +60,7 @@
         this.box.append(this.#line);
       }
       const span = words.element("span", { class: `token ${kind}`, "data-step": step });
-      span.textContent = words.prose(text);
+      span.textContent = words.prose(text).replaceAll("⏎", "⏎\n");
       this.#spans.push(span);
       this.#line.append(span);
       if (text.endsWith("\n")) this.#line = null;
@@ -108,7 +109,7 @@
     #keepInSight(span) {
       const top = span.offsetTop;
       const { scrollTop, clientHeight } = this.box;
-      if (top < scrollTop + 4 || top + span.offsetHeight > scrollTop + clientHeight - 4) {
+      if (top < scrollTop + 4 || top + span.offsetHeight > scrollTop + clientHeight - FADE) {
         this.box.scrollTop = Math.max(0, top - clientHeight * 0.6);
       }
     }

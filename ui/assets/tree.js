@@ -140,21 +140,23 @@
       const kept = { nodes: [], edges: [] };
       for (const spot of placed.values()) {
         const into = spot.onPath ? kept : rejected;
-        if (spot.node > 0) into.edges.push(this.#edge(placed.get(spot.parent), spot, spot.onPath ? "accepted" : "rejected"));
+        if (spot.node > 0) into.edges.push(this.#edge(placed.get(spot.parent), spot, words.stateOf(record, spot.node)));
         into.nodes.push(this.#node(spot));
       }
       const target = { ...at(layout.target), ...label(record.next_text, LONGEST_LABEL) };
-      kept.edges.push(this.#edge(placed.get(layout.target.parent), target, "target"));
+      const own = words.stateOf(record, "target");
+      kept.edges.push(this.#edge(placed.get(layout.target.parent), target, own));
       kept.nodes.push(this.#targetNode(target));
       if (layout.more > 0 || this.#expanded)
         rejected.nodes.push(this.#moreNode(at({ depth: 1, row: layout.rowCount - 1 + (this.#expanded ? 1 : 0) })));
 
       this.branches.replaceChildren(...rejected.edges, ...rejected.nodes);
       this.path.replaceChildren(...kept.edges, ...kept.nodes);
-      this.svg.style.setProperty("--slide", `${MARGIN - target.x}px`);
       const keep = target.x + target.width + 38;
       const width = Math.max(keep, ...[...placed.values()].map((spot) => spot.x + spot.width + 22));
       this.zoom.setContent({ room: this.width, width, keep });
+      const { scale, x } = this.zoom.view;
+      this.svg.style.setProperty("--slide", `${own === "target" ? MARGIN - target.x - x / scale : 0}px`);
       if (focused) this.focusNode(focused.dataset.node);
       this.details?.redrawn(detailed);
     }
@@ -226,7 +228,7 @@
       return svg(
         "g",
         {
-          class: `node target ${kind}`,
+          class: `node ${words.stateOf(this.#record, "target")} ${kind}`,
           "data-node": "target",
           transform: `translate(${x.toFixed(1)} ${y})`,
           role: "img",

@@ -21,12 +21,17 @@
   }
 
   const isDrafted = (record) => record.tree.token_ids.length > 1;
-  const agreedCount = (record) => record.verdict.path.length - 1;
   /** Drafted tokens that were emitted: all that the target agreed with, but for those after a stop. */
-  const acceptedCount = (record) => Math.min(record.token_ids.length, agreedCount(record));
+  const acceptedCount = (record) => Math.min(record.token_ids.length, record.verdict.path.length - 1);
 
-  /** root | accepted | rejected: what became of a node. */
-  const stateOf = (record, node) => (node === 0 ? "root" : record.verdict.path.includes(node) ? "accepted" : "rejected");
+  /** What became of a node ("target": the own token): root, accepted, rejected, target, or unsaid: the reply ended before it. */
+  function stateOf(record, node) {
+    const accepted = acceptedCount(record);
+    if (node === "target") return record.token_ids.length > accepted ? "target" : "unsaid";
+    if (node === 0) return "root";
+    const at = record.verdict.path.indexOf(node);
+    return at < 0 ? "rejected" : at > accepted ? "unsaid" : "accepted";
+  }
 
   /** bonus | recovered | plain: what the target's own token of a step is. */
   const ownKind = (record) => (isDrafted(record) ? record.verdict.kind : "plain");
@@ -56,7 +61,7 @@
     return tree.parents.reduce((count, parent, node) => count + (node > 0 && !parents.has(node) ? 1 : 0), 0);
   }
 
-  const counted = (n, noun, plural = noun + "s") => `${n} ${n === 1 ? noun : plural}`;
+  const counted = (n, noun, plural = noun + "s") => `${number(n, 0)} ${n === 1 ? noun : plural}`;
 
   /** The step in one sentence, as [text, kind | null] pieces; `kind` colours a number like the tokens it counts. */
   function equation(record) {
@@ -71,12 +76,12 @@
       return [[`Nothing was drafted: ${why}`, null], ...gave];
     }
     const drafted = record.tree.token_ids.length - 1;
-    const accepted = agreedCount(record);
+    const accepted = acceptedCount(record);
     const start = `Drafted ${counted(drafted, "token")} in ${counted(branchCount(record.tree), "branch", "branches")}; the target `;
     if (accepted === 0) {
       return [[start + "agreed with none and chose ", null], [String(emitted), "target"], [" itself: ", null], ...gave];
     }
-    if (emitted <= accepted)
+    if (emitted === accepted)
       return [[start + "agreed with ", null], [String(accepted), "accepted"], [" and the reply ends here: ", null], ...gave];
     return [
       [start + "agreed with ", null],

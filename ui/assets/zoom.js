@@ -56,7 +56,10 @@
 
     #apply() {
       const { scale, x, y } = this.view;
+      const { room, width } = this.content;
       this.svg.classList.toggle("zoomed", scale > 1);
+      this.svg.classList.toggle("cut-left", x < -10);
+      this.svg.classList.toggle("cut-right", x + width * scale > room + 10);
       this.group.setAttribute("transform", `translate(${x.toFixed(1)} ${y.toFixed(1)}) scale(${scale.toFixed(3)})`);
     }
 

@@ -27,17 +27,18 @@ _SHOWN = {" ": "·", "\n": "⏎", "\t": "⇥"}
 def to_networkx(step: Step, token_text: TokenText | None = None) -> nx.DiGraph:
     """The token tree as a directed graph, parents to children.
 
-    Node attributes: ``token_id``, ``depth``, ``verdict`` ("root", "accepted", "rejected"), and where known ``token`` (its
-    text), ``score`` (estimated probability to be accepted), ``source``, ``prob`` and ``rank`` (the target's). Graph
-    attributes: ``index``, ``next_token``, ``kind``.
+    Node attributes: ``token_id``, ``depth``, ``verdict`` ("root", "accepted", "rejected", or "unsaid": the reply ended before
+    it), and where known ``token`` (its text), ``score`` (estimated probability to be accepted), ``source``, ``prob`` and
+    ``rank`` (the target's). Graph attributes: ``index``, ``next_token``, ``kind``.
     """
-    tree, path = step.tree, set(step.verdict.path)
+    tree, path = step.tree, step.verdict.path
+    verdicts = {node: "accepted" if at <= len(step.token_ids) else "unsaid" for at, node in enumerate(path)} | {0: "root"}
     graph = nx.DiGraph(index=step.index, next_token=step.verdict.next_token, kind=step.verdict.kind)
     texts = None if token_text is None else token_text(tree.token_ids.tolist())
     for node, (token_id, parent, depth) in enumerate(
         zip(tree.token_ids.tolist(), tree.parents.tolist(), tree.depths().tolist(), strict=True)
     ):
-        verdict = "root" if node == 0 else "accepted" if node in path else "rejected"
+        verdict = verdicts.get(node, "rejected")
         attributes: dict[str, int | float | str] = {"token_id": token_id, "depth": depth, "verdict": verdict}
         if texts is not None:
             attributes["token"] = texts[node]
@@ -76,23 +77,24 @@ def tree_figure(step: Step, token_text: TokenText | None = None) -> go.Figure:
         xs: list[int | None] = []
         ys: list[int | None] = []
         for parent, node in graph.edges:
-            if graph.nodes[node]["verdict"] == verdict:
+            if (graph.nodes[node]["verdict"] == "accepted") == (verdict == "accepted"):
                 xs += [graph.nodes[parent]["depth"], graph.nodes[node]["depth"], None]
                 ys += [-rows[parent], -rows[node], None]
         line = {"color": colour, "dash": dash, "width": width}
         figure.add_scatter(x=xs, y=ys, mode="lines", line=line, hoverinfo="skip", name=verdict)
     end = step.verdict.path[-1]
     depth = graph.nodes[end]["depth"]
-    figure.add_scatter(x=[depth, depth + 1], y=[0, 0], mode="lines", line={"color": TARGET, "width": 4}, hoverinfo="skip")
+    drafted, accepted = len(step.tree) - 1, min(len(step.verdict.path) - 1, len(step.token_ids))
+    own = TARGET if len(step.token_ids) > accepted else REJECTED  # a reply may end before the target's own token
+    figure.add_scatter(x=[depth, depth + 1], y=[0, 0], mode="lines", line={"color": own, "width": 4}, hoverinfo="skip")
     for node, attributes in graph.nodes(data=True):
-        colour = {"root": ROOT, "accepted": ACCEPTED, "rejected": REJECTED}[attributes["verdict"]]
+        colour = {"root": ROOT, "accepted": ACCEPTED}.get(attributes["verdict"], REJECTED)
         label = _label(attributes.get("token", str(attributes["token_id"])))
         hover = "<br>".join(f"{name}: {_label(str(value), 60)}" for name, value in attributes.items())
         figure.add_annotation(**_box(attributes["depth"], -rows[node], label, colour), hovertext=hover)
     next_text = str(step.verdict.next_token) if token_text is None else token_text([step.verdict.next_token])[0]
     mark = {"bonus": "✦", "recovered": "↳"}[step.verdict.kind]
-    figure.add_annotation(**_box(depth + 1, 0, f"{mark} {_label(next_text)}", TARGET), hovertext=step.verdict.kind)
-    drafted, accepted = len(step.tree) - 1, len(step.verdict.path) - 1
+    figure.add_annotation(**_box(depth + 1, 0, f"{mark} {_label(next_text)}", own), hovertext=step.verdict.kind)
     title = f"Step {step.index + 1}: {drafted} drafted, {accepted} accepted, one pass gave {len(step.token_ids)}"
     figure.update_layout(
         title=title,

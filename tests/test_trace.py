@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,14 @@ def test_to_networkx_carries_what_is_known() -> None:
     accepted = [node for node, verdict in graph.nodes(data="verdict") if verdict == "accepted"]
     assert accepted == list(step.verdict.path[1:])
     assert set(graph.nodes[1]) == {"token_id", "depth", "verdict", "token", "score", "source", "prob", "rank"}
+
+
+def test_what_lies_beyond_the_end_of_a_reply_was_not_said() -> None:
+    step = next(step for step in random_steps(20) if len(step.verdict.path) > 2)
+    cut = replace(step, token_ids=step.token_ids[:1], finish_reason="eos")
+    graph = to_networkx(cut)
+    assert [graph.nodes[node]["verdict"] for node in step.verdict.path[:3]] == ["root", "accepted", "unsaid"]
+    assert "1 accepted, one pass gave 1" in tree_figure(cut).layout.title.text
 
 
 def test_graphml_and_json_come_back_even_with_control_characters(tmp_path: Path) -> None:

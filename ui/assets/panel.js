@@ -324,8 +324,8 @@
       this.tree.clear();
       this.title.textContent = "Step";
       this.counter.textContent = "";
-      this.equation.textContent =
-        this.history.state === "waiting" ? "Reading the prompt …" : "Send a message to watch the draft tree grow.";
+      const waits = this.history.note ? "Waiting …" : "Reading the prompt …";
+      this.equation.textContent = this.history.state === "waiting" ? waits : "Send a message to watch the draft tree grow.";
       this.figures.show(null);
     }
 

@@ -125,7 +125,7 @@ def save(frames: list[tuple[float, bytes]], file: Path) -> None:
 
 
 def main() -> None:
-    with sync_playwright() as playwright, running_app() as url:
+    with sync_playwright() as playwright, running_app("--no-memory") as url:  # both show a first reply
         browser = launch_browser(playwright)
         frames = film(browser, url)
         screenshot(browser, url, SCREENSHOT)

@@ -426,6 +426,7 @@ def test_axe_finds_no_serious_violation(context: BrowserContext, url: str, theme
     page.get_by_label("Max tokens").last.fill("16")
     page.get_by_role("button", name="Run the comparison").click()
     expect(page.locator(".race .lane.home")).to_have_count(3, timeout=60_000)
+    page.wait_for_timeout(500)  # the buttons fade in again
     found.append(("a comparison", axe(page)))
     assert [(where, violation) for where, violations in found for violation in violations] == []
 

@@ -52,7 +52,7 @@ def folded_attention(
         return result
     share = heads // key.shape[1]
     rows = query.reshape(batch, key.shape[1], share * queries, -1)
-    mask = None if attention_mask is None else attention_mask.repeat(1, 1, share, 1)
+    mask = None if attention_mask is None else _repeated(attention_mask, share)
     if rows.device.type == "cpu" and rows.shape[2] not in _KERNEL_ROWS and rows.shape[2] <= _MOST_ROWS:
         scores = rows @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
         weights = torch.softmax(scores if mask is None else scores + mask, dim=-1, dtype=torch.float32).to(query.dtype)
@@ -60,6 +60,15 @@ def folded_attention(
     else:
         output = torch.nn.functional.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
     return output.reshape(batch, heads, queries, -1).transpose(1, 2).contiguous(), None
+
+
+def _repeated(mask: Tensor, share: int) -> Tensor:
+    """``mask`` once for every head of a group; made by a pass's first layer, and kept with it for the others."""
+    known: Tensor | None = getattr(mask, "repeated", None)
+    if known is None or known.shape[2] != share * mask.shape[2]:
+        known = mask.repeat(1, 1, share, 1)
+        mask.repeated = known  # type: ignore[attr-defined]
+    return known
 
 
 AttentionInterface.register(FOLDED, folded_attention)

@@ -23,8 +23,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 FOLDED = "specdec_folded"
-_KERNEL_ROWS = range(2, 25)
-"""Rows that torch's fused CPU kernel is good at; a single one, also as the remainder of a block of 32, is its slowest case."""
+_KERNEL_SCORES = 12_000
+"""Scores of a group that torch's fused CPU kernel is good at in bfloat16, but for a single row; in float32 it always is."""
 _MOST_ROWS = 1024
 """Rows beyond which the scores are better not held all at once."""
 
@@ -53,13 +53,30 @@ def folded_attention(
     share = heads // key.shape[1]
     rows = query.reshape(batch, key.shape[1], share * queries, -1)
     mask = None if attention_mask is None else _repeated(attention_mask, share)
-    if rows.device.type == "cpu" and rows.shape[2] not in _KERNEL_ROWS and rows.shape[2] <= _MOST_ROWS:
-        scores = rows @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-        weights = torch.softmax(scores if mask is None else scores + mask, dim=-1, dtype=torch.float32).to(query.dtype)
-        output = weights @ value
+    if rows.device.type == "cpu" and rows.dtype != torch.float32 and _is_slow(rows.shape[2], key.shape[2]):
+        output = _in_products(rows, key, value, mask, query.shape[-1] ** -0.5 if scaling is None else scaling)
     else:
         output = torch.nn.functional.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
     return output.reshape(batch, heads, queries, -1).transpose(1, 2).contiguous(), None
+
+
+def _is_slow(rows: int, length: int) -> bool:
+    """Whether the fused kernel is."""
+    return rows == 1 or (rows <= _MOST_ROWS and rows * length > _KERNEL_SCORES)
+
+
+def _in_products(rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """Attention as its formula has it: two batched products, the mask added within the first.
+
+    The keys are made dense before they are transposed, for the product would do it after, an entry at a time.
+    """
+    dense = key.flatten(0, 1).contiguous().transpose(1, 2)
+    if mask is None:
+        scores = torch.bmm(rows.flatten(0, 1), dense) * scaling
+    else:
+        hidden = mask.expand(*rows.shape[:2], -1, -1).flatten(0, 1)
+        scores = torch.baddbmm(hidden, rows.flatten(0, 1), dense, alpha=scaling)
+    return torch.bmm(torch.softmax(scores, dim=-1), value.flatten(0, 1)).view(rows.shape)
 
 
 def _repeated(mask: Tensor, share: int) -> Tensor:

@@ -87,7 +87,7 @@ def place_weights(what: str, weights: int, dtype: torch.dtype, device: torch.dev
     """
     several = device.type == "cuda" and device.index is None
     places = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] if several else [device]
-    need, free = weights * dtype.itemsize, [_free_bytes(place) for place in places]
+    need, free = weights * dtype.itemsize, [free_bytes(place) for place in places]
     if need > sum(free):
         smaller_dtype = "--dtype bfloat16, " if dtype.itemsize > 2 else ""
         raise LoadError(
@@ -97,7 +97,8 @@ def place_weights(what: str, weights: int, dtype: torch.dtype, device: torch.dev
     return "auto" if need > free[0] else {"": device}
 
 
-def _free_bytes(device: torch.device) -> float:
+def free_bytes(device: torch.device) -> float:
+    """What is free there: on the CPU no more than the container may take."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     return min(float(psutil.virtual_memory().available), _container_bytes())

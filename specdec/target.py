@@ -26,6 +26,7 @@ from specdec.cache import LayerShape, TreeCache
 from specdec.cost import WIDTHS, PassCost
 from specdec.errors import MemoryFullError, first_line, is_out_of_memory
 from specdec.logits import argmax, top_tokens
+from specdec.packing import PackedWeights
 from specdec.speculators import TopK
 from specdec.static import BUCKETS, PADDING, StaticPass, bucket
 from specdec.transfer import synchronize, to_device
@@ -62,6 +63,7 @@ class TargetModel:
         self.vocab_size: int = config.vocab_size
         self.context_limit = _context_limit(config)
         _require_full_attention(model, self.context_limit)
+        self._packed = PackedWeights(model)
         self._shapes = self._layer_shapes()
         cuda = self.device.type == "cuda"
         if static is None:
@@ -210,7 +212,7 @@ class TargetModel:
         # By index, not by count, which slices: a strided input makes a bfloat16 Linear 100 times slower on a CPU. On the CPU,
         # where an index serves whatever device the last layer is on.
         rows = torch.tensor([token_ids.shape[1] - 1]) if last else 0
-        with folded(self.model):
+        with folded(self.model), self._packed.in_force():
             logits: Tensor = self.model(
                 input_ids=token_ids,
                 position_ids=positions,

@@ -298,7 +298,7 @@ def test_an_unknown_device_or_dtype_is_named(options: dict[str, str], culprit: s
 
 
 def test_too_little_memory_is_said_before_loading(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_free_bytes", lambda _: 1000.0)
+    monkeypatch.setattr(devices, "free_bytes", lambda _: 1000.0)
     line = failure(tiny_folder, device="cpu", dtype="float32")
     assert "0.0 GB are free on cpu" in line
     assert "--dtype bfloat16" in line
@@ -307,7 +307,7 @@ def test_too_little_memory_is_said_before_loading(tiny_folder: Path, monkeypatch
 
 def test_a_model_too_large_for_one_gpu_is_laid_over_all_of_them_unless_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(devices, "_free_bytes", lambda device: 1000.0)
+    monkeypatch.setattr(devices, "free_bytes", lambda device: 1000.0)
     anywhere, first = torch.device("cuda"), torch.device("cuda:0")
     assert devices.place_weights("m", 400, torch.bfloat16, anywhere) == {"": anywhere}
     assert devices.place_weights("m", 800, torch.bfloat16, anywhere) == "auto"
@@ -323,7 +323,7 @@ def test_a_container_limit_counts_as_memory(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "memory.current").write_text("3000\n")
     (tmp_path / "memory.stat").write_text("anon 2000\ninactive_file 500\n")
     assert devices._container_bytes() == 2500
-    assert devices._free_bytes(torch.device("cpu")) == 2500
+    assert devices.free_bytes(torch.device("cpu")) == 2500
 
 
 def test_running_out_of_memory_while_loading_is_named(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

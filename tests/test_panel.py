@@ -440,6 +440,20 @@ def test_errors_notes_and_stops_are_shown(page: Page) -> None:
     expect(page.locator(".notice.error")).to_have_text("another line")
 
 
+def test_a_reply_that_fails_before_its_first_step_says_so_and_leaves_nothing_of_what_was_shown_before(page: Page) -> None:
+    speedup = page.locator(".charts .chart").first.locator("strong")
+    expect(speedup).to_be_visible()  # the recorded example's
+    feed = PanelFeed({"name": "no model"}, {}, [], token_text)
+    receive(page, feed.start(), feed.error("the model ran out of memory"))
+    expect(page.locator(".equation")).to_have_text("The reply ended before its first step.")
+    expect(page.locator(".specdec .state")).to_have_text("failed")
+    expect(speedup).to_be_hidden()
+    expect(page.locator(".charts .plot").first).to_be_hidden()
+    expect(page.locator(".figures strong").first).to_have_text("–")
+    receive(page, *feed_payloads(3))
+    expect(speedup).to_be_visible()
+
+
 def test_why_nothing_was_drafted_is_part_of_the_sentence(page: Page) -> None:
     feed = PanelFeed({"name": "no model"}, {}, [], token_text)
     step = next(random_steps(1, nodes=0))

@@ -73,7 +73,7 @@ class Comparisons:
                     elif isinstance(event, dict):
                         difference = event
                 if not events or isinstance(events[-1], Lane):
-                    yield _payload(status=_status(lanes))
+                    yield _payload(**_status(lanes))
             if stop.is_set() or difference is None:
                 yield _payload(status="Stopped.")
             else:
@@ -139,10 +139,10 @@ class Comparisons:
         return {"same": True, "tokens": len(reference)}
 
 
-def _status(lanes: Sequence[Lane]) -> str:
+def _status(lanes: Sequence[Lane]) -> Json:
     begun = [lane for lane in lanes if lane.recorder.records] or [lanes[0]]
     lane, place = begun[-1], len(begun)
-    return f"Lane {place} of {len(lanes)}, {lane.decoding}: {lane.recorder.stats.tokens} tokens"
+    return {"status": f"Lane {place} of {len(lanes)}: {lane.decoding}", "tokens": lane.recorder.stats.tokens}
 
 
 def _payload(**content: Any) -> str:

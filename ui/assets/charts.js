@@ -225,6 +225,7 @@
   class Charts {
     /** `plotlyUrl`: where to load Plotly from when the page has not got it yet; `onWork` is called when a chart waits. */
     constructor(host, plotlyUrl, counters, onWork) {
+      this.host = host;
       this.counters = counters;
       this.history = null;
       this.position = -1;
@@ -274,6 +275,7 @@
       this.history = history;
       this.position = position;
       this.live = live;
+      this.host.classList.toggle("blank", !history.length); // what they showed before is not of this reply
     }
 
     /** Whether a chart waits to be drawn. */

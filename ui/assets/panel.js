@@ -324,8 +324,10 @@
       this.tree.clear();
       this.title.textContent = "Step";
       this.counter.textContent = "";
-      const waits = this.history.note ? "Waiting …" : "Reading the prompt …";
-      this.equation.textContent = this.history.state === "waiting" ? waits : "Send a message to watch the draft tree grow.";
+      const { state, note } = this.history;
+      const waits = note ? "Waiting …" : "Reading the prompt …";
+      const idle = state ? "The reply ended before its first step." : "Send a message to watch the draft tree grow.";
+      this.equation.textContent = state === "waiting" ? waits : idle;
       this.figures.show(null);
     }
 

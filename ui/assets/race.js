@@ -80,6 +80,7 @@
     constructor(host) {
       this.host = host;
       this.result = element("div", { class: "race-result", role: "status" });
+      this.count = element("p", { class: "note", "aria-hidden": "true" });
       this.playButton = element("button", { type: "button", class: "race-play" });
       this.playButton.onclick = () => this.play(this.#run ? this.length : 0);
       this.speed = 1;
@@ -90,26 +91,29 @@
       const why = element("span", { class: "note" }, "a replay of runs made one after the other");
       this.controls = element("div", { class: "race-controls" }, this.playButton, speed, this.clock, why);
       this.track = element("div", { class: "lanes" });
-      host.append(this.result, this.controls, this.track);
+      const head = element("div", { class: "race-head" }, this.result, this.count);
+      host.append(head, this.controls, this.track);
       this.say("Nothing compared yet. Pick a prompt and run it.");
     }
 
     receive(value) {
       if (!value) return;
-      const { status, error, lanes, agreement } = JSON.parse(value);
+      const { status, tokens, error, lanes, agreement } = JSON.parse(value);
       if (lanes)
         this.start(
           lanes.map((lane) => new Lane(lane)),
           agreement,
         );
-      else this.say(error ?? status, error);
+      else this.say(error ?? status, error, tokens);
     }
 
-    /** One line instead of a race. */
-    say(text, error) {
+    /** One line instead of a race, spoken when it changes; how far a lane has come is for the eye only. */
+    say(text, error, tokens) {
       this.#run = null;
       this.controls.hidden = true;
       this.track.replaceChildren();
+      this.count.textContent = tokens === undefined ? "" : `${tokens} tokens`;
+      if (this.result.textContent === text) return;
       this.result.replaceChildren(element("p", { class: `race-status note ${error ? "error" : ""}` }, text));
     }
 
@@ -172,6 +176,7 @@
         else this.finish();
       };
       this.result.replaceChildren();
+      this.count.textContent = "";
       this.playButton.textContent = "Skip to the finish";
       for (const lane of this.lanes) lane.reset();
       tick(last);

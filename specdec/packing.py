@@ -1,0 +1,98 @@
+"""Packed weights: on a CPU, linear layers read their weights in the order in which oneDNN multiplies.
+
+A plain weight is brought into that order in every call, which for the few rows of a token tree takes as long as multiplying.
+Packed once, it gives the same product. Measured on two cores (576 -> 1536, bfloat16): a row 0.069 -> 0.037 ms, 12 rows
+0.083 -> 0.057; in float32 0.209 -> 0.087 and 0.305 -> 0.101.
+
+It is in force during the target's passes only: the model keeps its own weights and forward, so that packed weights take their
+size in memory once more.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from specdec.devices import free_bytes
+
+_ROWS = 16
+"""The rows that the order is chosen for: a token tree's, on a CPU."""
+
+log = logging.getLogger(__name__)
+
+
+class PackedWeights:
+    """The packed linear layers of ``model`` on the CPU: all, or none where that is not faster or memory is short."""
+
+    def __init__(self, model: nn.Module) -> None:
+        layers = [module for module in model.modules() if _can_be_packed(module)]
+        size, free = sum(layer.weight.nbytes for layer in layers), free_bytes(torch.device("cpu"))
+        if 2 * size > free:
+            log.info("Weights are not packed: that takes %.1f GB, and %.1f GB are free.", size / 1e9, free / 1e9)
+            layers = []
+        if layers and not _is_faster(max(layers, key=lambda layer: layer.weight.numel())):
+            layers = []
+        self._packed = [(vars(layer), _PackedLinear(layer)) for layer in layers]
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Let the layers multiply so meanwhile."""
+        for attributes, packed in self._packed:
+            attributes["forward"] = packed
+        try:
+            yield
+        finally:
+            for attributes, _ in self._packed:
+                attributes.pop("forward", None)  # another engine over the same model may have been faster
+
+
+class _PackedLinear:
+    """Stands for the forward of ``layer``; a weight that was changed or exchanged is packed anew."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self._parameters = layer._parameters
+        self._pack()
+
+    def _pack(self) -> None:
+        weight = self._parameters["weight"]
+        assert weight is not None
+        self._weight, self._version = weight, weight._version
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """``rows`` [..., in] -> [..., out]."""
+        weight = self._parameters["weight"]
+        if weight is not self._weight or weight._version != self._version:
+            self._pack()
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._parameters["bias"], "none", [], "")
+        return product
+
+
+def _can_be_packed(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether it is a plain linear layer of this process on the CPU, in a dtype that oneDNN multiplies here."""
+    if type(module) is not nn.Linear or "forward" in vars(module) or module.weight.device.type != "cpu":
+        return False
+    dtype = module.weight.dtype
+    fast = dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(torch._C._has_mkldnn and fast and not module.weight.is_inference())
+
+
+def _is_faster(layer: nn.Linear) -> bool:
+    """Measured on this machine; the two take turns, so that what else runs weighs on both alike."""
+    rows = torch.ones(1, _ROWS, layer.in_features, dtype=layer.weight.dtype)
+    ways: list[Callable[[Tensor], Tensor]] = [layer, _PackedLinear(layer)]
+    best = [math.inf, math.inf]
+    with torch.inference_mode():
+        for _ in range(8):
+            for way, multiply in enumerate(ways):
+                start = time.perf_counter()
+                multiply(rows)
+                best[way] = min(best[way], time.perf_counter() - start)
+    return best[1] < best[0]

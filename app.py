@@ -13,7 +13,10 @@ import argparse
 import logging
 import socket
 import sys
+import tempfile
+import webbrowser
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -26,6 +29,7 @@ from ui.limits import PRIVATE, PUBLIC
 from ui.look import TITLE, look
 from ui.models import chat_engine
 from ui.page import build
+from ui.trace import TraceError, load_trace, to_html
 from ui.turns import ENGINE_THREAD, leave_a_core
 
 gc.enable()
@@ -71,6 +75,7 @@ def parser() -> argparse.ArgumentParser:
         help="remember across chats, in a file on this machine, with a switch in the page; by default only where the page "
         "is served to this machine alone",
     )
+    page.add_argument("--trace", metavar="FILE", help="draw a saved reply instead, as a page that needs no model and no server")
     page.add_argument("--no-browser", action="store_true", help="do not open the page in the browser")
     return parser
 
@@ -80,6 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     try:
+        if options.trace is not None:
+            _draw_trace(Path(options.trace), not options.no_browser)
+            return 0
         auth = _auth(options.auth)
         if not ON_SPACE:
             _check_port(options.host, options.port)
@@ -101,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         gc.freeze()  # nor is there any among what stays from here on
         _say("ready" if ON_SPACE else f"ready at http://{options.host}:{options.port} (Ctrl+C ends it)")
         page.launch(inbrowser=not (options.no_browser or public), auth=auth, **_serving(options))
-    except (StartError, LoadError, UnsupportedModelError) as error:
+    except (StartError, LoadError, UnsupportedModelError, TraceError) as error:
         _say(f"error: {error}")
         return 1
     return 0
@@ -112,6 +120,14 @@ def _engine(options: argparse.Namespace) -> SpeculativeEngine:
     if ON_ZEROGPU:
         return zerogpu.load(options.model, options.dtype, _progress())
     return chat_engine(options.model, progress=_progress(), **_loading(options))
+
+
+def _draw_trace(file: Path, in_browser: bool) -> None:
+    page = Path(tempfile.mkdtemp(prefix="token-tree-")) / f"{file.stem}.html"
+    page.write_text(to_html(load_trace(file)), encoding="utf-8")
+    _say(f"{file.name} is drawn in {page}")
+    if in_browser:
+        webbrowser.open(page.as_uri())
 
 
 def _loading(options: argparse.Namespace) -> dict[str, Any]:

@@ -245,15 +245,20 @@ class SpeculativeEngine:
 
     def _propose(self, request: Request, chat: Conversation, root: int, remaining: int) -> tuple[Proposal, str | None]:
         """The tree to verify: within the budget, the context, and the tokens still wanted."""
+        plain = Proposal(TokenTree.root(root))
+        if request.decoding == "plain":
+            return plain, None
         room = min(self.target.context_limit - chat.cache.length - 1, MAX_BUDGET)
         budget = room if request.budget == "auto" else min(request.budget, room)
-        if request.decoding == "plain" or budget <= 0 or remaining <= 1:
-            return Proposal(TokenTree.root(root)), None
+        if remaining <= 1:
+            return plain, "draft inactive: only one more token is wanted"
+        if budget <= 0:
+            return plain, f"draft inactive: {'the node budget is 0' if room > 0 else 'the context is full'}"
         branches = 1 if request.decoding == "linear" else None
         worth = self.pass_cost.worth if request.budget == "auto" else None
         proposal = chat.speculator.propose(budget, branches, worth)
         if not proposal.tree.follows(root, budget, self.target.vocab_size):
-            return Proposal(TokenTree.root(root)), "draft inactive: what the speculator proposed is no tree for this text"
+            return plain, "draft inactive: what the speculator proposed is no tree for this text"
         if len(proposal.tree) == 1:
             return proposal, "draft inactive: nothing seen so far tells what may follow"
         if request.budget != "auto" or proposal.tree.scores is None:

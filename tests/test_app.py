@@ -77,6 +77,21 @@ def test_a_model_that_cannot_take_a_tree_is_refused_by_name(
     assert "Mistral" in refusal(capsys, "--port", free_port, "--model", str(tmp_path), "--device", "cpu")
 
 
+def test_a_saved_reply_is_drawn_without_a_model_and_anything_else_is_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(app, "_engine", lambda options: pytest.fail("a model was loaded"))
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    assert app.main(["--trace", str(ROOT / "ui/assets/demo-trace.json")]) == 0
+    assert "demo-trace.json is drawn in" in capsys.readouterr().err
+    page = Path(opened[0].removeprefix("file://"))
+    assert '"format": "specdec-trace"' in page.read_text(encoding="utf-8")
+    (tmp_path / "odd.json").write_text("{}")
+    assert "not a trace" in refusal(capsys, "--trace", str(tmp_path / "odd.json"))
+    assert "missing.json: cannot be read" in refusal(capsys, "--trace", str(tmp_path / "missing.json"))
+
+
 def test_an_open_host_says_what_it_exposes(capsys: pytest.CaptureFixture[str], free_port: str) -> None:
     app.main(["--host", "0.0.0.0", "--port", free_port, "--model", "/nowhere", "--no-browser"])
     warning = next(line for line in capsys.readouterr().err.splitlines() if "warning" in line)

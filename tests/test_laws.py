@@ -163,6 +163,21 @@ def test_law_3_what_is_no_tree_for_the_text_is_not_verified(how: str, monkeypatc
     assert "no tree for this text" in str(steps[0].note)
 
 
+def test_a_step_that_drafts_nothing_says_why_unless_none_was_asked_for() -> None:
+    engine = tiny_engine()
+
+    def notes(**arguments: Any) -> list[str | None]:
+        steps = list(engine.stream(PROMPT, **arguments))
+        assert arguments.get("decoding") == "plain" or all((step.note is None) == (len(step.tree) > 1) for step in steps)
+        return [step.note for step in steps]
+
+    assert set(notes(decoding="plain", max_new_tokens=5)) == {None}
+    assert notes(budget=8, max_new_tokens=1) == ["draft inactive: only one more token is wanted"]
+    assert "draft inactive: the node budget is 0" in notes(budget=0, max_new_tokens=5)
+    full = list(engine.stream([5] * (CONTEXT - 1), budget=8))
+    assert [step.note for step in full] == ["draft inactive: the context is full"]
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_law_4_a_conversation_after_many_turns_holds_what_a_fresh_prefill_computes(path: str) -> None:
     engine = tiny_engine(path=path)

@@ -253,7 +253,7 @@ class SpeculativeEngine:
         if remaining <= 1:
             return plain, "draft inactive: only one more token is wanted"
         if budget <= 0:
-            return plain, f"draft inactive: {'the node budget is 0' if room > 0 else 'the context is full'}"
+            return plain, "draft inactive: the node budget is 0"
         branches = 1 if request.decoding == "linear" else None
         worth = self.pass_cost.worth if request.budget == "auto" else None
         proposal = chat.speculator.propose(budget, branches, worth)

@@ -15,12 +15,13 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from specdec.devices import free_bytes
+from specdec.errors import first_line
 
 _ROWS = 16
 """The rows that the order is chosen for: a token tree's, on a CPU."""
@@ -32,14 +33,11 @@ class PackedWeights:
     """The packed linear layers of ``model`` on the CPU: all, or none where that is not faster or memory is short."""
 
     def __init__(self, model: nn.Module) -> None:
-        layers = [module for module in model.modules() if _can_be_packed(module)]
-        size, free = sum(layer.weight.nbytes for layer in layers), free_bytes(torch.device("cpu"))
-        if 2 * size > free:
-            log.info("Weights are not packed: that takes %.1f GB, and %.1f GB are free.", size / 1e9, free / 1e9)
-            layers = []
-        if layers and not _is_faster(max(layers, key=lambda layer: layer.weight.numel())):
-            layers = []
-        self._packed = [(vars(layer), _PackedLinear(layer)) for layer in layers]
+        self._packed: list[tuple[dict[str, Any], _PackedLinear]] = []
+        try:
+            self._packed = _packed(model)
+        except (AttributeError, RuntimeError) as error:  # an operator that this build of torch or this processor lacks
+            log.info("Weights are not packed: %s.", first_line(error))
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
@@ -75,13 +73,25 @@ class _PackedLinear:
         return product
 
 
+def _packed(model: nn.Module) -> list[tuple[dict[str, Any], _PackedLinear]]:
+    """Attributes and stand-in of each layer that is to be packed. Raises AttributeError or RuntimeError where none can be."""
+    layers = [module for module in model.modules() if _can_be_packed(module)] if torch._C._has_mkldnn else []
+    size, free = sum(layer.weight.nbytes for layer in layers), free_bytes(torch.device("cpu"))
+    if 2 * size > free:
+        log.info("Weights are not packed: that takes %.1f GB, and %.1f GB are free.", size / 1e9, free / 1e9)
+        return []
+    if not layers or not _is_faster(max(layers, key=lambda layer: layer.weight.numel())):
+        return []
+    return [(vars(layer), _PackedLinear(layer)) for layer in layers]
+
+
 def _can_be_packed(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether it is a plain linear layer of this process on the CPU, in a dtype that oneDNN multiplies here."""
     if type(module) is not nn.Linear or "forward" in vars(module) or module.weight.device.type != "cpu":
         return False
     dtype = module.weight.dtype
     fast = dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return bool(torch._C._has_mkldnn and fast and not module.weight.is_inference())
+    return bool(fast and not module.weight.is_inference())
 
 
 def _is_faster(layer: nn.Linear) -> bool:

@@ -73,6 +73,31 @@ def test_nothing_is_packed_where_it_is_not_faster_where_memory_is_short_or_where
     assert not is_packed(nn.Linear(8, 8))
 
 
+@pytest.mark.parametrize("operator", ["_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise"])
+@pytest.mark.parametrize("refusal", [AttributeError("no such operator"), RuntimeError("not on this processor")], ids=repr)
+def test_nothing_is_packed_where_an_operator_is_missing_or_refuses(
+    operator: str, refusal: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise refusal
+
+    monkeypatch.undo()  # the layer is measured
+    monkeypatch.setattr(torch.ops.mkldnn, operator, refuse)
+    layer = nn.Linear(8, 8, dtype=torch.bfloat16)
+    with PackedWeights(layer).in_force():
+        assert "forward" not in vars(layer)
+
+
+def test_a_build_without_onednn_is_asked_for_none_of_its_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(torch._C, "_has_mkldnn", False)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: asked.append("bfloat16"))
+    layer = nn.Linear(8, 8, dtype=torch.bfloat16)
+    with PackedWeights(layer).in_force():
+        assert "forward" not in vars(layer)
+    assert not asked
+
+
 def test_a_target_verifies_with_packed_weights_and_leaves_the_models_own_forward_alone() -> None:
     model = tiny_model(ARCHITECTURES["llama"])
     target, seen = TargetModel(model), []

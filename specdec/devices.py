@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from pathlib import Path
 
@@ -48,6 +49,11 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 def dtype_name(dtype: torch.dtype) -> str:
     """What `choose_dtype` calls ``dtype``."""
     return str(dtype).removeprefix("torch.")
+
+
+def gpu_is_lent() -> bool:
+    """Whether a GPU comes and goes (ZeroGPU): only a forked child computes there, for a while, and the CPU merely checks."""
+    return "SPACES_ZERO_GPU" in os.environ
 
 
 def _fast_in_bfloat16(device: torch.device) -> bool:

@@ -20,7 +20,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from specdec.devices import free_bytes
+from specdec.devices import free_bytes, gpu_is_lent
 from specdec.errors import first_line
 
 _ROWS = 16
@@ -30,7 +30,10 @@ log = logging.getLogger(__name__)
 
 
 class PackedWeights:
-    """The packed linear layers of ``model`` on the CPU: all, or none where that is not faster or memory is short."""
+    """The packed linear layers of ``model`` on the CPU: all, or none where that is not faster or memory is short.
+
+    None either where the model will move to a lent GPU: there it would never multiply with them.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._packed: list[tuple[dict[str, Any], _PackedLinear]] = []
@@ -75,7 +78,9 @@ class _PackedLinear:
 
 def _packed(model: nn.Module) -> list[tuple[dict[str, Any], _PackedLinear]]:
     """Attributes and stand-in of each layer that is to be packed. Raises AttributeError or RuntimeError where none can be."""
-    layers = [module for module in model.modules() if _can_be_packed(module)] if torch._C._has_mkldnn else []
+    if gpu_is_lent() or not torch._C._has_mkldnn:
+        return []
+    layers = [module for module in model.modules() if _can_be_packed(module)]
     size, free = sum(layer.weight.nbytes for layer in layers), free_bytes(torch.device("cpu"))
     if 2 * size > free:
         log.info("Weights are not packed: that takes %.1f GB, and %.1f GB are free.", size / 1e9, free / 1e9)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from transformers.cache_utils import Cache, DynamicCache, StaticCache, get_layer
 from specdec.attention import folded
 from specdec.cache import LayerShape, TreeCache
 from specdec.cost import WIDTHS, PassCost
+from specdec.devices import gpu_is_lent
 from specdec.errors import MemoryFullError, first_line, is_out_of_memory
 from specdec.logits import argmax, top_tokens
 from specdec.packing import PackedWeights
@@ -67,7 +67,7 @@ class TargetModel:
         self._shapes = self._layer_shapes()
         cuda = self.device.type == "cuda"
         if static is None:
-            static = cuda and {shape.device for shape in self._shapes} == {self.device} and "SPACES_ZERO_GPU" not in os.environ
+            static = _is_static(self.device, self._shapes)
         self.draws_at_once: bool = static or cuda
         """Whether the device works while the host goes on, so that a step should wait for it once."""
         self._static: StaticPass | None = None
@@ -263,6 +263,11 @@ class BatchWriter:
         positions = torch.arange(self._length, self._length + tokens.shape[1], device=tokens.device).expand_as(tokens)
         self._length += tokens.shape[1]
         return top_tokens(self._target._forward(tokens, self._cache, positions, last=True)[:, 0].float(), self._top_k)
+
+
+def _is_static(device: torch.device, shapes: Sequence[LayerShape]) -> bool:
+    """Whether a target on ``device`` with layers of ``shapes`` verifies in fixed shapes, if nobody says."""
+    return device.type == "cuda" and {shape.device for shape in shapes} == {device} and not gpu_is_lent()
 
 
 def _context_limit(config: PreTrainedConfig) -> int:

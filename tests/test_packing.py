@@ -66,6 +66,9 @@ def test_nothing_is_packed_where_it_is_not_faster_where_memory_is_short_or_where
     hooked = nn.Linear(8, 8)
     hooked.forward = lambda rows: rows  # type: ignore[method-assign, assignment]
     assert not is_packed(hooked)
+    with monkeypatch.context() as patch:
+        patch.setenv("SPACES_ZERO_GPU", "true")
+        assert not is_packed(nn.Linear(8, 8)), "the CPU only checks what a lent GPU will compute"
     monkeypatch.setattr(packing, "free_bytes", lambda device: 400.0)
     assert not is_packed(nn.Linear(8, 8))
     monkeypatch.undo()

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from test_laws import PROMPT, ids, oracle
 from toys import ARCHITECTURES, CONTEXT, PATHS, VOCAB, replay_passes, tiny_engine, tiny_model, tokenizer
 
-from specdec.cache import Slab, TreeCache
+from specdec.cache import LayerShape, Slab, TreeCache
 from specdec.engine import SpeculativeEngine
 from specdec.errors import MemoryFullError
 from specdec.request import MAX_BUDGET
 from specdec.static import BUCKETS, PADDING, bucket
 from specdec.step import Step
-from specdec.target import TargetModel
+from specdec.target import TargetModel, _is_static
 from specdec.tree import TokenTree
 
 
@@ -234,6 +234,16 @@ def test_a_cache_that_cannot_grow_keeps_what_it_holds(monkeypatch: pytest.Monkey
     monkeypatch.undo()
     assert [buffer.shape[2] for buffer in cache.slabs[0]] == [16, 16]
     assert torch.equal(cache.slabs[0].keys[:, :, :12], before)
+
+
+def test_a_target_on_one_cuda_device_verifies_in_fixed_shapes_but_for_a_lent_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, other = torch.device("cuda:0"), torch.device("cuda:1")
+    monkeypatch.delenv("SPACES_ZERO_GPU", raising=False)
+    layers = [LayerShape(device, torch.float32, (1, 2), (1, 2)) for device in (gpu, gpu, other)]
+    assert _is_static(gpu, layers[:2])
+    assert not _is_static(gpu, layers)
+    monkeypatch.setenv("SPACES_ZERO_GPU", "true")
+    assert not _is_static(gpu, layers[:2]), "no graph is captured where the GPU comes and goes"
 
 
 def test_float32_products_are_exact() -> None:

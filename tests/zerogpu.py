@@ -95,6 +95,7 @@ def main(folder: str) -> dict[str, Any]:
     from gradio_client import Client
 
     import app  # first of all that is ours, as on the Space
+    import specdec.packing
     import specdec.target
     from ui.chat import ChatHandlers
     from ui.chats import Message
@@ -103,6 +104,7 @@ def main(folder: str) -> dict[str, Any]:
     from ui.settings import Settings
 
     specdec.target.PREFILL_CHUNK = READS
+    specdec.packing._is_faster = lambda layer: True
     engine = app._engine(app.parser().parse_args(["--model", folder, "--dtype", "float32"]))
     passes, delay, doomed = multiprocessing.Value("i", 0), multiprocessing.Value("d", 0.0), multiprocessing.Value("b", 0)
     forward = type(engine.model).forward
@@ -119,7 +121,8 @@ def main(folder: str) -> dict[str, Any]:
     type(engine.model).forward = watched
     handlers = ChatHandlers(engine, PUBLIC)
     page = build(engine, limits=PUBLIC)
-    found: dict[str, Any] = {"device in the parent": handlers.model_facts["device"]}
+    packed = len(engine.target._packed._packed)
+    found: dict[str, Any] = {"device in the parent": handlers.model_facts["device"], "packed in the parent": packed}
 
     def ask(tab: str, text: str, values: tuple[Any, ...] = VALUES, until: Callable[[Message], bool] | None = None) -> Message:
         request = gr.Request(session_hash=tab)

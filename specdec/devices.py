@@ -82,6 +82,9 @@ def _linear_seconds(device: torch.device) -> dict[torch.dtype, float]:
     return best
 
 
+_ROOM = 1.15
+"""What a model needs, in sizes of its weights: K/V and what a pass computes lie beside them."""
+
 DeviceMap = dict[str, torch.device] | str
 """What `from_pretrained` calls a device map: the device of each module (""; of the whole model), or "auto"."""
 
@@ -89,24 +92,25 @@ DeviceMap = dict[str, torch.device] | str
 def place_weights(what: str, weights: int, dtype: torch.dtype, device: torch.device) -> DeviceMap:
     """Where the `weights` numbers of `dtype` of `what` go: on `device`, or over all GPUs where "cuda" is more than one.
 
-    Refuses what does not fit into what is free there.
+    Refuses what does not fit, with some room to compute, into what is free there.
     """
     several = device.type == "cuda" and device.index is None
     places = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] if several else [device]
-    need, free = weights * dtype.itemsize, [free_bytes(place) for place in places]
+    need, free = _ROOM * weights * dtype.itemsize, [free_bytes(place) for place in places]
     if need > sum(free):
         smaller_dtype = "--dtype bfloat16, " if dtype.itemsize > 2 else ""
         raise LoadError(
-            f"{what} needs {need / 1e9:.1f} GB for its weights in {dtype_name(dtype)}, but only "
+            f"{what} needs {need / 1e9:.1f} GB in {dtype_name(dtype)}, but only "
             f"{sum(free) / 1e9:.1f} GB are free on {device}: choose a smaller --model, {smaller_dtype}or another --device."
         )
     return "auto" if need > free[0] else {"": device}
 
 
 def free_bytes(device: torch.device) -> float:
-    """What is free there: on the CPU no more than the container may take."""
+    """What is free there, with what torch keeps for later use: on the CPU no more than the container may take."""
     if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + kept)
     return min(float(psutil.virtual_memory().available), _container_bytes())
 
 

@@ -205,6 +205,11 @@ def _read(source: _Source, device: torch.device, dtype: torch.dtype, trust_remot
                 f"{source} lacks {len(missing)} weights of a {type(model).__name__}, {missing[0]} among them: it is "
                 "incomplete or no causal language model. Get it again, or choose another --model."
             )
+        if any(weight.device.type != device.type for weight in model.parameters()):
+            raise LoadError(
+                f"{source} does not fit on the GPUs, a part of it would lie elsewhere: choose a smaller --model or another "
+                "--device."
+            )
     return LoadedModel(model.eval().requires_grad_(False), tokenizer, source.name)
 
 

@@ -311,9 +311,25 @@ def test_a_model_too_large_for_one_gpu_is_laid_over_all_of_them_unless_one_is_na
     anywhere, first = torch.device("cuda"), torch.device("cuda:0")
     assert devices.place_weights("m", 400, torch.bfloat16, anywhere) == {"": anywhere}
     assert devices.place_weights("m", 800, torch.bfloat16, anywhere) == "auto"
-    for weights, device in ((1200, anywhere), (800, first)):
+    assert devices.place_weights("m", 480, torch.bfloat16, anywhere) == "auto", "the first GPU has no room to compute"
+    for weights, device in ((1200, anywhere), (960, anywhere), (800, first), (480, first)):
         with pytest.raises(LoadError, match="are free on cuda"):
             devices.place_weights("m", weights, torch.bfloat16, device)
+
+
+def test_a_model_of_which_a_part_would_lie_beside_the_gpus_is_refused(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(loading, "place_weights", lambda *_: {"": torch.device("cpu")})  # as accelerate may choose for "auto"
+    assert failure(tiny_folder).startswith(f"{tiny_folder} does not fit on the GPUs")
+
+
+def test_memory_that_torch_keeps_on_a_gpu_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 9000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 700)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 300)
+    assert devices.free_bytes(torch.device("cuda")) == 1400
 
 
 def test_a_container_limit_counts_as_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

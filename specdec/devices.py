@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import traceback
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -112,6 +113,15 @@ def free_bytes(device: torch.device) -> float:
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + kept)
     return min(float(psutil.virtual_memory().available), _container_bytes())
+
+
+def give_back_memory(error: BaseException, device: torch.device) -> None:
+    """Once memory ran out on ``device`` with ``error``: free what the failed pass held, and what torch keeps for later."""
+    traceback.clear_frames(error.__traceback__)  # they hold the pass's tensors for as long as somebody keeps the error
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif device.type == "mps":
+        torch.mps.empty_cache()
 
 
 def _container_bytes() -> float:

@@ -20,8 +20,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specdec.accept import accept
 from specdec.cache import TreeCache
 from specdec.cost import PassCost
+from specdec.devices import give_back_memory
 from specdec.embedded import Progress
-from specdec.loading import load
+from specdec.errors import LoadError, is_out_of_memory
+from specdec.loading import load, out_of_memory
 from specdec.logits import target_view
 from specdec.prompt import Message, Prompt
 from specdec.reply import Reply
@@ -102,7 +104,13 @@ class SpeculativeEngine:
             loaded = load(model, **loading)
             self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         warm_up()
-        self.target = TargetModel(self.model, static)
+        try:
+            self.target = TargetModel(self.model, static)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            give_back_memory(error, self.model.device)
+            raise LoadError(out_of_memory(self.name)) from error
         self._progress: Progress = loading.get("progress") or (lambda *_: None)
         self.memory = memory
         self.vocabulary = load_vocabulary(self.model)

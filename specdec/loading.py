@@ -239,6 +239,11 @@ def _read_tokenizer(source: _Source, options: dict[str, Any]) -> PreTrainedToken
     return tokenizer
 
 
+def out_of_memory(what: str) -> str:
+    """The line of a LoadError where memory runs out for ``what``."""
+    return f"Out of memory while loading {what}: choose a smaller --model, --dtype bfloat16, or another --device."
+
+
 @contextlib.contextmanager
 def _one_line(source: _Source) -> Iterator[None]:
     """Whatever transformers raises (it raises everything) becomes one line about `source`."""
@@ -253,7 +258,7 @@ def _one_line(source: _Source) -> Iterator[None]:
 def _explain(source: _Source, error: Exception) -> str:
     text, detail = str(error), first_line(error)
     if is_out_of_memory(error):
-        return f"Out of memory while loading {source}: choose a smaller --model, --dtype bfloat16, or another --device."
+        return out_of_memory(str(source))
     if "trust_remote_code" in text:
         return f"{source} runs its own Python code: start with --trust-remote-code if you trust its author."
     if "does not recognize this architecture" in text or "is not supported yet" in text:

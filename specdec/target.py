@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import math
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -23,7 +22,7 @@ from transformers.cache_utils import Cache, DynamicCache, StaticCache, get_layer
 from specdec.attention import folded
 from specdec.cache import LayerShape, TreeCache
 from specdec.cost import WIDTHS, PassCost
-from specdec.devices import gpu_is_lent
+from specdec.devices import give_back_memory, gpu_is_lent
 from specdec.errors import MemoryFullError, first_line, is_out_of_memory
 from specdec.logits import argmax, top_tokens
 from specdec.packing import PackedWeights
@@ -99,9 +98,7 @@ class TargetModel:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            traceback.clear_frames(error.__traceback__)  # they hold the pass's tensors for as long as somebody keeps the error
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            give_back_memory(error, self.device)
             raise MemoryFullError(
                 f"{self.device} is out of memory for a context of this length: start a new chat, or choose a smaller --model."
             ) from error

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import weakref
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import file_digest
@@ -16,6 +17,7 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
+from toys import tiny_engine
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -29,7 +31,10 @@ from transformers import (
 
 from specdec import devices, embedded, loading
 from specdec.embedded import EMBEDDED_NAME
+from specdec.engine import SpeculativeEngine
+from specdec.errors import MemoryFullError
 from specdec.loading import LoadedModel, LoadError, load
+from specdec.target import TargetModel
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 WORDS = ["<unk>", "<s>", "</s>", *map(chr, range(ord("a"), ord("z") + 1)), "ab", "cd", "abcd"]
@@ -348,6 +353,36 @@ def test_running_out_of_memory_while_loading_is_named(tiny_folder: Path, monkeyp
 
     monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", exhausted)
     assert failure(tiny_folder).startswith(f"Out of memory while loading {tiny_folder}: choose a smaller --model")
+
+
+def test_running_out_of_memory_while_the_loaded_model_is_checked_is_named_too(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def exhausted(*_: object) -> None:
+        activations = torch.zeros(10)
+        held.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError("CUDA out of memory.\nGPU 0 has ...")
+
+    monkeypatch.setattr("specdec.engine.TargetModel", exhausted)
+    with pytest.raises(LoadError) as caught:
+        SpeculativeEngine(str(tiny_folder), dtype="float32", device="cpu")
+    assert str(caught.value).startswith("Out of memory while loading tiny-llama: choose a smaller --model")
+    assert "\n" not in str(caught.value)
+    assert held[0]() is None, "the failed pass holds no memory while the error is told"
+
+
+@pytest.mark.parametrize("kind", ["cuda", "mps"])
+def test_after_an_out_of_memory_torch_keeps_nothing_for_later(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append("cuda"))
+    monkeypatch.setattr(torch.mps, "empty_cache", lambda: emptied.append("mps"))
+    target = tiny_engine().target
+    monkeypatch.setattr(TargetModel, "device", torch.device(kind))
+    with pytest.raises(MemoryFullError, match=f"{kind} is out of memory"), target.memory_guard():
+        raise RuntimeError("MPS backend out of memory")
+    assert emptied == [kind]
 
 
 # --- folders and files -----------------------------------------------------------------------------------------------

@@ -98,9 +98,10 @@ class StaticPass:
             try:
                 self._graphs[width, length] = self._captured(width, length)
             except RuntimeError as error:
-                if is_out_of_memory(error):
-                    raise
-                log.warning("target passes run without CUDA graphs, slower: capturing one failed (%s)", first_line(error))
+                cause = error.__context__ or error  # what went wrong is told by the pass, then by the capture that ends with it
+                if is_out_of_memory(cause):
+                    raise cause from None
+                log.warning("target passes run without CUDA graphs, slower: capturing one failed (%s)", first_line(cause))
                 self._capture = False
                 self._graphs.clear()
                 self._pass(width, length)
@@ -115,9 +116,14 @@ class StaticPass:
         stream.wait_stream(caller)
         with torch.cuda.stream(stream):  # what libraries set up at their first call must not be captured
             self._pass(width, length)
-        caller.wait_stream(stream)
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            self._pass(width, length)
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                self._pass(width, length)
+        except BaseException:
+            torch.cuda.set_stream(caller)  # torch.cuda.graph leaves its own only where the capture ended well
+            raise
+        finally:
+            caller.wait_stream(stream)
         return graph
 
     def _pass(self, width: int, length: int) -> None:

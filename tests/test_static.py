@@ -20,7 +20,7 @@ from specdec.cache import LayerShape, Slab, TreeCache
 from specdec.engine import SpeculativeEngine
 from specdec.errors import MemoryFullError
 from specdec.request import MAX_BUDGET
-from specdec.static import BUCKETS, PADDING, bucket
+from specdec.static import BUCKETS, PADDING, StaticPass, bucket
 from specdec.step import Step
 from specdec.target import TargetModel, _is_static
 from specdec.tree import TokenTree
@@ -168,6 +168,76 @@ def test_where_a_graph_cannot_be_captured_one_notice_says_so_and_the_reply_is_th
     assert len(notices) == 1
     assert "not permitted" in notices[0]
     assert "\n" not in notices[0]
+
+
+class Streams:
+    """torch's own `torch.cuda.graph` around kernels that the CPU runs: which stream is current, and what was done on ``own``.
+
+    With a ``refusal`` the captured pass fails in these words, and the capture's end in others, as on a GPU.
+    """
+
+    class Stream:
+        device = "cuda:0"
+
+        def wait_stream(self, other: Any) -> None: ...
+
+    def __init__(self, static: StaticPass, monkeypatch: pytest.MonkeyPatch, refusal: str | None = None) -> None:
+        self.caller, self.own, self.refusal = self.Stream(), self.Stream(), refusal
+        self.current, self.told = self.caller, list[str]()
+        run = static._pass
+
+        def told(width: int, length: int) -> None:
+            if self.current is self.own:
+                self.told.append("pass")
+                if self.refusal and "begin" in self.told:
+                    raise RuntimeError(self.refusal)
+            run(width, length)
+
+        for name, stand_in in {
+            "current_stream": lambda *_: self.current,
+            "set_stream": lambda stream: setattr(self, "current", stream),
+            "synchronize": lambda *_: None,
+            "empty_cache": lambda: None,
+            "_get_device_index": lambda *_: 0,
+            "CUDAGraph": lambda: self,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+        monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
+        for name, value in {"_capture": True, "_stream": self.own, "_pass": told}.items():
+            monkeypatch.setattr(static, name, value)
+
+    def capture_begin(self, *_: Any, **__: Any) -> None:
+        self.told.append("begin")
+
+    def capture_end(self) -> None:
+        self.told.append("end")
+        if self.refusal:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+
+def test_after_a_capture_that_failed_its_cause_is_told_and_passes_run_on_the_callers_stream(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer(), static=True)
+    static = engine.target._static
+    assert static is not None
+    streams = Streams(static, monkeypatch, "operation not permitted when stream is capturing\nand more")
+    with caplog.at_level(logging.WARNING):
+        reply = ids(list(engine.stream(PROMPT, max_new_tokens=20)))
+    assert reply == ids(list(tiny_engine().stream(PROMPT, max_new_tokens=20)))
+    assert "(operation not permitted when stream is capturing)" in caplog.text
+    assert streams.current is streams.caller
+    assert streams.told == ["pass", "begin", "pass", "end"]
+
+
+def test_out_of_memory_within_a_capture_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer(), static=True)
+    static = engine.target._static
+    assert static is not None
+    Streams(static, monkeypatch, "CUDA out of memory. Tried to allocate 2.00 GiB.")
+    with pytest.raises(MemoryFullError):
+        list(engine.stream(PROMPT, max_new_tokens=20))
+    assert static._capture, "the next reply may find room"
 
 
 def test_a_padded_pass_costs_what_its_bucket_costs() -> None:

@@ -42,7 +42,7 @@ class LayerShape:
 class Slab(NamedTuple):
     """The K/V of all layers of one shape: ``keys`` and ``values`` [layers, K/V heads, capacity, head dim].
 
-    What was never written is zero, for what a mask hides must still be a number.
+    All of it are numbers, also what was never written: a mask hides by a sum and a product with 0, which only numbers heed.
     """
 
     keys: Tensor
@@ -74,6 +74,20 @@ class Slab(NamedTuple):
         shared = min(self.capacity, other.capacity)
         for mine, theirs in zip(self, other, strict=True):
             mine[:, :, :shared] = theirs[:, :, :shared]
+
+    def forget(self, length: int) -> None:
+        """Zero everything from ``length`` on."""
+        for buffer in self:
+            buffer[:, :, length:].zero_()
+
+
+def numbers(states: Tensor) -> Tensor:
+    """``states`` as a `Slab` may hold them.
+
+    A draft that goes beyond float16's 65,504 must not reach the nodes it is hidden from. bfloat16 and float32 end at 3e38, where
+    no sound model gets: they are not looked at, for that takes two more kernels a layer.
+    """
+    return torch.nan_to_num(states, 0.0, 0.0, 0.0) if states.dtype == torch.float16 else states
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
@@ -152,8 +166,8 @@ class TreeCache(Cache):  # type: ignore[misc]
         end = self.length + key_states.shape[2]
         index, row = self.places[layer]
         keys, values = self.slabs[index]
-        keys[row, :, self.length : end] = key_states[0]
-        values[row, :, self.length : end] = value_states[0]
+        keys[row, :, self.length : end] = numbers(key_states[0])
+        values[row, :, self.length : end] = numbers(value_states[0])
         return keys[row : row + 1, :, :end], values[row : row + 1, :, :end]
 
     @torch.inference_mode()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from specdec.cache import TreeCache
+from specdec.cache import TreeCache, numbers
 from specdec.cost import WIDTHS
 from specdec.errors import first_line, is_out_of_memory
 from specdec.transfer import staged
@@ -71,6 +71,8 @@ class StaticPass:
             self._home.reserve(0, PADDING)
             for mine, theirs in zip(self._home.slabs, cache.slabs, strict=True):
                 mine.take(theirs)
+        for slab in self._home.slabs:
+            slab.forget(cache.length)  # a pass reads its whole bucket, also what lies behind the prefix
         cache.slabs = self._home.slabs
         self._tenant = weakref.ref(cache)
 
@@ -183,8 +185,8 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         """Nothing: the buffers are there."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.keys[0].index_copy_(1, self.slots, key_states[0])
-        self.values[0].index_copy_(1, self.slots, value_states[0])
+        self.keys[0].index_copy_(1, self.slots, numbers(key_states[0]))
+        self.values[0].index_copy_(1, self.slots, numbers(value_states[0]))
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_tree import trees
-from toys import ARCHITECTURES, CONTEXT, PATHS, tiny_engine
+from toys import ARCHITECTURES, CONTEXT, PATHS, replay_passes, tiny_engine, tiny_model, tokenizer
 
 from specdec.cache import BLOCK, LayerShape, TreeCache
+from specdec.engine import SpeculativeEngine
 from specdec.tree import TokenTree
 
 CPU = torch.device("cpu")
@@ -122,3 +123,23 @@ def test_a_tree_node_does_not_see_its_siblings() -> None:
         tree = TokenTree(np.array([5, other, 6, other, 7]), np.array([-1, 0, 0, 1, 2]))
         logits.append(target.verify(cache, tree)[[0, 2, 4]])
     torch.testing.assert_close(logits[0], logits[1], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_draft_that_overflows_float16_reaches_no_node_that_does_not_see_it(path: str) -> None:
+    model = tiny_model(ARCHITECTURES["llama"]).half()
+    overflowing = 50
+    with torch.no_grad():
+        model.get_input_embeddings().weight[overflowing] = torch.inf
+    engine = SpeculativeEngine(model, tokenizer(), static=path == "replayed")
+    if path == "replayed":
+        replay_passes(engine)
+    target = engine.target
+    cache = target.new_cache()
+    target.prefill(cache, list(range(10, 30)))
+    tree = TokenTree(np.array([5, overflowing, 6, overflowing, 7]), np.array([-1, 0, 0, 1, 2]))
+    logits = target.verify(cache, tree).clone()
+    assert not torch.isfinite(logits[1]).any()
+    assert torch.isfinite(logits[[0, 2, 4]]).all()
+    cache.commit([0, 2, 4])
+    assert torch.isfinite(target.verify(cache, TokenTree.root(8))).all(), "nor do the passes after it"

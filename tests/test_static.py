@@ -113,6 +113,23 @@ def test_conversations_that_take_turns_keep_what_is_theirs(turns: list[tuple[int
         torch.testing.assert_close(logits, exact.verify(fresh, tree), atol=1e-4, rtol=1e-4)
 
 
+def test_what_another_conversation_left_behind_the_prefix_reaches_no_pass(short_buckets: None) -> None:
+    static, exact = replayed().target, tiny_engine().target
+    leaver, comer, fresh = static.new_cache(), static.new_cache(), exact.new_cache()
+    static.prefill(leaver, list(range(10, 60)))
+    static.verify(leaver, bushy(20))
+    for slab in leaver.slabs:
+        for buffer in slab:
+            buffer[:, :, leaver.length :] = torch.nan
+            buffer[:, :, leaver.length - 1] = torch.inf
+    logits = []
+    for target, cache in ((static, comer), (exact, fresh)):
+        target.prefill(cache, list(range(10, 30)))
+        logits.append(target.verify(cache, bushy(5)).clone())
+    assert torch.isfinite(logits[0]).all()
+    torch.testing.assert_close(logits[0], logits[1], atol=1e-4, rtol=1e-4)
+
+
 def test_no_cache_is_copied_while_one_conversation_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, copies = replayed(), 0
     take = Slab.take

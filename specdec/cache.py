@@ -145,6 +145,12 @@ class TreeCache(Cache):  # type: ignore[misc]
             capacity *= 2
         return capacity if capacity < self.max_length else self.max_length + self.padding
 
+    @property
+    def full_size(self) -> int:
+        """Bytes of all positions there may ever be."""
+        each = (buffer.shape[0] * buffer.shape[1] * buffer.shape[3] * buffer.itemsize for slab in self.slabs for buffer in slab)
+        return (self.max_length + self.padding) * sum(each)
+
     def reserve(self, nodes: int, padding: int = 0) -> None:
         """Make room for ``nodes`` positions behind the committed ones, and for ``padding`` behind those.
 

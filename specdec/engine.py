@@ -214,7 +214,8 @@ class SpeculativeEngine:
         if request.decoding != "plain":
             chat.speculator.observe(tree, kept, emitted, reading.top() if top_k else None)
         done = time.perf_counter()
-        cost.observe(len(tree), accepting - verifying)
+        if not self.target.prepared:
+            cost.observe(len(tree), accepting - verifying)
         return Step(
             index=index,
             tree=tree,

@@ -56,6 +56,8 @@ class StaticPass:
         self._logits = torch.zeros(BUCKETS[-1], vocab_size, device=self._device)
         self._stream = torch.cuda.Stream(self._device) if capture else None  # type: ignore[no-untyped-call]
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self.prepared = False
+        """Whether the last pass was captured first."""
         self._bound: list[int] = []  # the capacities of the buffers that the graphs know; another one, another buffer
 
     def admit(self, cache: TreeCache) -> None:
@@ -89,6 +91,7 @@ class StaticPass:
         return self._logits[: len(tree)]
 
     def _run(self, width: int, length: int) -> None:
+        self.prepared = False
         if not self._capture:
             self._pass(width, length)
             return
@@ -97,6 +100,7 @@ class StaticPass:
             self._graphs.clear()
             self._bound = capacities
         if (width, length) not in self._graphs:
+            self.prepared = True
             try:
                 self._graphs[width, length] = self._captured(width, length)
             except RuntimeError as error:

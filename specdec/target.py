@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache, DynamicCache, StaticCache, get_layer
 from specdec.attention import folded
 from specdec.cache import LayerShape, TreeCache
 from specdec.cost import WIDTHS, PassCost
-from specdec.devices import give_back_memory, gpu_is_lent
+from specdec.devices import free_bytes, give_back_memory, gpu_is_lent
 from specdec.errors import MemoryFullError, first_line, is_out_of_memory
 from specdec.logits import argmax, top_tokens
 from specdec.packing import PackedWeights
@@ -33,7 +33,8 @@ from specdec.tree import TokenTree
 
 PREFILL_CHUNK = 512
 """Prompt tokens per prefill pass: bounds memory and the wait for a cancellation."""
-
+_HOME = 0.25
+"""Share of the free device memory that the cache of captured passes may take from the beginning."""
 
 _REMEDY = "Use a model whose layers all have full attention, such as Llama, Qwen2/3, OLMo 2 or GPT-2."
 
@@ -71,7 +72,7 @@ class TargetModel:
         """Whether the device works while the host goes on, so that a step should wait for it once."""
         self._static: StaticPass | None = None
         if static:
-            self._static = StaticPass(self._forward, self.new_cache(), self.vocab_size, model.dtype, capture=cuda)
+            self._static = StaticPass(self._forward, self._home(capture=cuda), self.vocab_size, model.dtype, capture=cuda)
         try:
             self._require_tree_attention()
         except (TypeError, ValueError, RuntimeError) as error:
@@ -89,6 +90,11 @@ class TargetModel:
     def new_cache(self) -> TreeCache:
         """An empty cache of this model's shape."""
         return TreeCache(self._shapes, self.context_limit, padding=PADDING)
+
+    @property
+    def prepared(self) -> bool:
+        """Whether the last pass was prepared first (see `specdec.static`), so that its time says nothing of the next ones."""
+        return self._static is not None and self._static.prepared
 
     @contextmanager
     def memory_guard(self) -> Iterator[None]:
@@ -188,6 +194,13 @@ class TargetModel:
         cache = DynamicCache(config=self.model.config)
         self._forward(torch.zeros(1, 1, dtype=torch.int64, device=self.device), cache)
         return [LayerShape.of(layer.keys, layer.values) for layer in cache.layers]
+
+    def _home(self, capture: bool) -> TreeCache:
+        """An empty cache for static passes: of its full size at once where that is little, as graphs go with buffers that grow."""
+        home = self.new_cache()
+        if capture and home.full_size <= _HOME * free_bytes(self.device):
+            home.reserve(home.max_length, home.padding)
+        return home
 
     def _mask(self, tree: TokenTree, length: int) -> Tensor:
         """Additive [1, 1, N, length + N]: every node sees the whole prefix, its ancestors and itself."""

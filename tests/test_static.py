@@ -17,6 +17,7 @@ from test_laws import PROMPT, ids, oracle
 from toys import ARCHITECTURES, CONTEXT, PATHS, VOCAB, replay_passes, tiny_engine, tiny_model, tokenizer
 
 from specdec.cache import LayerShape, Slab, TreeCache
+from specdec.cost import PassCost
 from specdec.engine import SpeculativeEngine
 from specdec.errors import MemoryFullError
 from specdec.request import MAX_BUDGET
@@ -164,6 +165,45 @@ def test_a_pass_is_recorded_once_per_width_and_length_and_only_replayed_from_the
     steps = list(engine.stream(PROMPT, max_new_tokens=30, budget=7, conversation=oracle(engine, list(range(20, 50)))))
     assert len(steps) > 10
     assert forwards == 1, "the prefill alone"
+
+
+def test_a_pass_that_was_captured_first_says_nothing_of_what_passes_cost(
+    short_buckets: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, observed, recorded = replayed(), 0, 0
+    static = engine.target._static
+    assert static is not None
+    assert engine.pass_cost  # measured now
+    record, observe = static._captured, PassCost.observe
+
+    def recording(width: int, length: int) -> Any:
+        nonlocal recorded
+        recorded += 1
+        return record(width, length)
+
+    def counted(cost: PassCost, width: int, seconds: float) -> None:
+        nonlocal observed
+        observed += 1
+        observe(cost, width, seconds)
+
+    monkeypatch.setattr(static, "_captured", recording)
+    monkeypatch.setattr(PassCost, "observe", counted)
+    steps = list(engine.stream(PROMPT, decoding="plain", max_new_tokens=140, eos_token_id=VOCAB))
+    assert recorded > 1, "the buffers grow in the middle of the reply"
+    assert observed == len(steps) - recorded
+
+
+def test_captured_passes_begin_with_buffers_of_full_size_where_these_take_a_quarter_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = tiny_engine().target
+    full = target.new_cache()
+    full.reserve(CONTEXT, PADDING)
+    size = sum(buffer.nbytes for slab in full.slabs for buffer in slab)
+    for free, capacity in ((4 * size, CONTEXT + PADDING), (4 * size - 1, 0)):
+        monkeypatch.setattr("specdec.target.free_bytes", lambda _, free=free: float(free))
+        assert [slab.capacity for slab in target._home(capture=True).slabs] == [capacity]
+        assert [slab.capacity for slab in target._home(capture=False).slabs] == [0]
 
 
 def test_where_a_graph_cannot_be_captured_one_notice_says_so_and_the_reply_is_the_same(

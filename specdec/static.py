@@ -31,6 +31,10 @@ BUCKETS = (*WIDTHS, WIDTHS[-1] + 1)
 PADDING = 128
 """Positions that a cache must be able to hold beyond what is committed, for a pass and its padding."""
 
+_forget_workspaces: Callable[[], None] = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
+"""Forgets what cuBLAS computes in. Before and after a capture, so that a graph has that in memory of its own, which nobody frees:
+others forget it at any time (torch's own compiled graphs do), and the graph would still write there."""
+
 Forward = Callable[[Tensor, Cache, Tensor, Tensor], Tensor]
 """Logits [1, W, V] of token ids [1, W] with a cache at positions [1, W] under an additive mask [1, 1, W, L]."""
 

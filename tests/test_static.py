@@ -259,6 +259,7 @@ class Streams:
             "CUDAGraph": lambda: self,
         }.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
+        monkeypatch.setattr("specdec.static._forget_workspaces", lambda: self.told.append("forget"))
         monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
         for name, value in {"_capture": True, "_stream": self.own, "_pass": told}.items():
             monkeypatch.setattr(static, name, value)
@@ -284,7 +285,17 @@ def test_after_a_capture_that_failed_its_cause_is_told_and_passes_run_on_the_cal
     assert reply == ids(list(tiny_engine().stream(PROMPT, max_new_tokens=20)))
     assert "(operation not permitted when stream is capturing)" in caplog.text
     assert streams.current is streams.caller
-    assert streams.told == ["pass", "begin", "pass", "end"]
+    assert streams.told == ["pass", "forget", "begin", "pass", "end", "forget"]
+
+
+def test_a_graph_has_the_workspaces_of_cublas_in_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    static = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer(), static=True).target._static
+    assert static is not None
+    streams = Streams(static, monkeypatch)
+    with torch.inference_mode():
+        static._captured(1, CONTEXT + PADDING)
+    assert streams.told == ["pass", "forget", "begin", "pass", "end", "forget"]
+    assert streams.current is streams.caller
 
 
 def test_out_of_memory_within_a_capture_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ from specdec.accept import accept
 from specdec.cache import TreeCache
 from specdec.cost import PassCost
 from specdec.devices import give_back_memory
-from specdec.embedded import Progress
 from specdec.errors import LoadError, is_out_of_memory
 from specdec.loading import load, out_of_memory
 from specdec.logits import target_view
@@ -105,13 +104,12 @@ class SpeculativeEngine:
             self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         warm_up()
         try:
-            self.target = TargetModel(self.model, static)
+            self.target = TargetModel(self.model, static, loading.get("progress") or (lambda *_: None))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             give_back_memory(error, self.model.device)
             raise LoadError(out_of_memory(self.name)) from error
-        self._progress: Progress = loading.get("progress") or (lambda *_: None)
         self.memory = memory
         self.vocabulary = load_vocabulary(self.model)
         self._speculator = speculator
@@ -121,7 +119,7 @@ class SpeculativeEngine:
     @cached_property
     def pass_cost(self) -> PassCost:
         """What a pass costs on this device, by width: measured when first asked for, some two dozen passes."""
-        return self.target.measure_cost(progress=self._progress)
+        return self.target.measure_cost()
 
     def speculator(self, memory: Memory | None = None) -> HybridSpeculator:
         """A new speculator for one conversation, with or without a ``memory``."""

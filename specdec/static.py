@@ -49,11 +49,19 @@ class StaticPass:
 
     ``home`` is an empty cache whose buffers the passes work on. One conversation's cache lives there at a time, until the
     next one moves in (a copy each; none while a reply is decoded). With ``capture`` each (width, length) becomes a CUDA graph
-    at its first use.
+    at its first use, of which ``progress`` is told.
     """
 
-    def __init__(self, forward: Forward, home: TreeCache, vocab_size: int, dtype: torch.dtype, capture: bool) -> None:
-        self._forward, self._home, self._dtype, self._capture = forward, home, dtype, capture
+    def __init__(
+        self,
+        forward: Forward,
+        home: TreeCache,
+        vocab_size: int,
+        dtype: torch.dtype,
+        capture: bool,
+        progress: Callable[[str, float | None], None],
+    ) -> None:
+        self._forward, self._home, self._dtype, self._capture, self._progress = forward, home, dtype, capture, progress
         self._device = home.slabs[0].keys.device
         self._tenant: Callable[[], TreeCache | None] = lambda: None
         self._inputs = {width: _Inputs(width, self._device) for width in BUCKETS}
@@ -105,6 +113,7 @@ class StaticPass:
             self._bound = capacities
         if (width, length) not in self._graphs:
             self.prepared = True
+            self._progress(f"capturing the target pass over {width} nodes and {length} positions", None)
             try:
                 self._graphs[width, length] = self._captured(width, length)
             except RuntimeError as error:
@@ -119,7 +128,6 @@ class StaticPass:
         self._graphs[width, length].replay()
 
     def _captured(self, width: int, length: int) -> torch.cuda.CUDAGraph:
-        log.info("capturing the target pass over %d nodes and %d positions", width, length)
         graph, stream, caller = torch.cuda.CUDAGraph(), self._stream, torch.cuda.current_stream(self._device)
         pool = next((other.pool() for other in self._graphs.values()), None)  # no pass needs what another one left there
         assert stream is not None

@@ -51,13 +51,19 @@ class TargetModel:
     """A causal language model seen as: prefill a prompt, verify a tree, at a measured cost.
 
     ``static``: whether trees are verified in fixed shapes (see `specdec.static`) and all choices drawn at once on the device;
-    by default so on a CUDA device that holds the whole model, except where it comes and goes (ZeroGPU).
+    by default so on a CUDA device that holds the whole model, except where it comes and goes (ZeroGPU). ``progress`` is told
+    of what takes longer than a pass, with the share done where that is known.
 
     Raises UnsupportedModelError at construction if the model cannot take a tree.
     """
 
-    def __init__(self, model: PreTrainedModel, static: bool | None = None) -> None:
-        self.model = model
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        static: bool | None = None,
+        progress: Callable[[str, float | None], None] = lambda *_: None,
+    ) -> None:
+        self.model, self._progress = model, progress
         self.name = type(model).__name__
         config = model.config.get_text_config(decoder=True)
         self.vocab_size: int = config.vocab_size
@@ -72,7 +78,7 @@ class TargetModel:
         """Whether the device works while the host goes on, so that a step should wait for it once."""
         self._static: StaticPass | None = None
         if static:
-            self._static = StaticPass(self._forward, self._home(capture=cuda), self.vocab_size, model.dtype, capture=cuda)
+            self._static = StaticPass(self._forward, self._home(cuda), self.vocab_size, model.dtype, cuda, progress)
         try:
             self._require_tree_attention()
         except (TypeError, ValueError, RuntimeError) as error:
@@ -162,13 +168,11 @@ class TargetModel:
         """Something that writes many texts of up to ``max_length`` tokens at once."""
         return BatchWriter(self, max_length, top_k)
 
-    def measure_cost(
-        self, context: int = 256, repeats: int = 4, progress: Callable[[str, float | None], None] = lambda *_: None
-    ) -> PassCost:
+    def measure_cost(self, context: int = 256, repeats: int = 4) -> PassCost:
         """Time passes of every width in `WIDTHS` behind ``context`` tokens: the fastest of ``repeats``, widths interleaved.
 
         The fastest, for a page that is opened meanwhile slows some of them, and the curve's shape must not suffer from it.
-        Where passes are padded to some widths, the others cost what the padded ones do. ``progress`` is told the share done.
+        Where passes are padded to some widths, the others cost what the padded ones do.
         """
         context = min(context, self.context_limit // 2)
         known = WIDTHS if self._static is None else BUCKETS
@@ -177,8 +181,10 @@ class TargetModel:
         self.prefill(cache, [token % self.vocab_size for token in range(context)])
         seconds = dict.fromkeys(widths, math.inf)
         for repeat in range(repeats + 1):
-            progress(f"measuring what a pass costs on {self.device}", repeat / (repeats + 1))
-            for width in widths:
+            for turn, width in enumerate(widths):
+                if not (repeat and turn):  # each width of the first round, which may capture it
+                    share = (repeat + turn / len(widths)) / (repeats + 1)
+                    self._progress(f"measuring what a pass costs on {self.device}", share)
                 tree = TokenTree.chain([token % self.vocab_size for token in range(width)])
                 start = time.perf_counter()
                 argmax(self.verify(cache, tree))

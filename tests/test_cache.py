@@ -133,7 +133,7 @@ def test_a_draft_that_overflows_float16_reaches_no_node_that_does_not_see_it(pat
         model.get_input_embeddings().weight[overflowing] = torch.inf
     engine = SpeculativeEngine(model, tokenizer(), static=path == "replayed")
     if path == "replayed":
-        replay_passes(engine)
+        replay_passes(engine.target)
     target = engine.target
     cache = target.new_cache()
     target.prefill(cache, list(range(10, 30)))

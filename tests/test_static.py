@@ -43,7 +43,7 @@ def short_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 def replayed(architecture: str = "llama") -> SpeculativeEngine:
     """An engine of its own, whose passes are recorded and replayed."""
     engine = SpeculativeEngine(tiny_model(ARCHITECTURES[architecture]), tokenizer(), static=True)
-    replay_passes(engine)
+    replay_passes(engine.target)
     return engine
 
 
@@ -204,6 +204,18 @@ def test_captured_passes_begin_with_buffers_of_full_size_where_these_take_a_quar
         monkeypatch.setattr("specdec.target.free_bytes", lambda _, free=free: float(free))
         assert [slab.capacity for slab in target._home(capture=True).slabs] == [capacity]
         assert [slab.capacity for slab in target._home(capture=False).slabs] == [0]
+
+
+def test_who_waits_is_told_of_each_capture_and_of_each_width_that_is_measured_first() -> None:
+    told: list[tuple[str, float | None]] = []
+    target = TargetModel(tiny_model(ARCHITECTURES["llama"]), True, lambda text, share: told.append((text, share)))
+    replay_passes(target)
+    target.measure_cost(context=20, repeats=2)
+    captures = [text for text, share in told if share is None]
+    assert captures == [f"capturing the target pass over {width} nodes and {CONTEXT + PADDING} positions" for width in BUCKETS]
+    shares = [share for text, share in told if text == "measuring what a pass costs on cpu" and share is not None]
+    assert shares == sorted(set(shares))
+    assert len(shares) == len(BUCKETS) + 2
 
 
 def test_where_a_graph_cannot_be_captured_one_notice_says_so_and_the_reply_is_the_same(

@@ -29,6 +29,7 @@ from transformers import (
 from specdec.engine import SpeculativeEngine
 from specdec.speculators import Proposal, TopK
 from specdec.static import StaticPass
+from specdec.target import TargetModel
 from specdec.tree import TokenTree
 
 CONTEXT = 192
@@ -98,13 +99,13 @@ def tiny_engine(architecture: str = "llama", path: str = "exact") -> Speculative
     """An engine over a tiny random model with the default speculator."""
     engine = SpeculativeEngine(tiny_model(ARCHITECTURES[architecture]), tokenizer(), static=path == "replayed")
     if path == "replayed":
-        replay_passes(engine)
+        replay_passes(engine.target)
     return engine
 
 
-def replay_passes(engine: SpeculativeEngine) -> StaticPass:
-    """Let the static passes of ``engine`` be recorded once and replayed from then on."""
-    static = engine.target._static
+def replay_passes(target: TargetModel) -> StaticPass:
+    """Let the static passes of ``target`` be recorded once and replayed from then on."""
+    static = target._static
     assert static is not None
 
     def recorded(width: int, length: int) -> Recording:

@@ -23,7 +23,6 @@ from specdec.cost import PassCost
 from specdec.devices import give_back_memory
 from specdec.errors import LoadError, is_out_of_memory
 from specdec.loading import load, out_of_memory
-from specdec.logits import target_view
 from specdec.prompt import Message, Prompt
 from specdec.reply import Reply
 from specdec.request import MAX_BUDGET, Request, resolve
@@ -230,7 +229,7 @@ class SpeculativeEngine:
             context_length=context_length,
             plain_seconds=cost.plain,
             finish_reason=reply.finish_reason,
-            target=target_view(logits, tree) if request.details else None,
+            target=reading.view() if request.details else None,
             note=note,
         )
 

@@ -50,18 +50,24 @@ def top_tokens(logits: Tensor, k: int) -> TopK:
 
 
 @torch.inference_mode()
-def fetch(logits: Tensor, choices: Tensor | None, k: int) -> tuple[list[int], TopK]:
-    """``choices`` [N], where given, and the ``k`` most probable next tokens of ``logits`` [N, V] float32, best first.
+def fetch(
+    logits: Tensor, choices: Tensor | None, k: int, tree: TokenTree | None = None
+) -> tuple[list[int], TopK, TargetView | None]:
+    """``choices`` [N] and the view of ``tree``, where given, and the ``k`` best next tokens of ``logits`` [N, V] float32.
 
     Computed where they lie and brought to the host in one transfer, the only one that waits for the device.
     """
     k = min(k, logits.shape[1])
     values, places = logits.topk(k, dim=-1)
     logprobs = values - logits.logsumexp(-1, keepdim=True) if k else values
-    chosen = logits.new_empty(len(logits), 0) if choices is None else choices[:, None]
-    packed = torch.cat([chosen.to(torch.int32), places.to(torch.int32), logprobs.view(torch.int32)], dim=1).cpu().numpy()
-    own, token_ids, bits = np.split(packed, [chosen.shape[1], chosen.shape[1] + k], axis=1)
-    return own.ravel().tolist(), TopK(token_ids, np.ascontiguousarray(bits).view(np.float32))
+    nothing = logits.new_empty(len(logits), 0)
+    chosen = nothing if choices is None else choices[:, None]
+    seen = nothing if tree is None else view_on_device(logits, tree)
+    parts = [chosen.to(torch.int32), places.to(torch.int32), logprobs.view(torch.int32), seen.view(torch.int32)]
+    packed = torch.cat(parts, dim=1).cpu().numpy()
+    own, token_ids, bits, view = np.split(packed, np.cumsum([part.shape[1] for part in parts[:-1]]), axis=1)
+    top = TopK(token_ids, np.ascontiguousarray(bits).view(np.float32))
+    return own.ravel().tolist(), top, None if tree is None else _view(np.ascontiguousarray(view).view(np.float32))
 
 
 @compiled
@@ -96,10 +102,10 @@ def _select(
 @torch.inference_mode()
 def target_view(logits: Tensor, tree: TokenTree) -> TargetView:
     """The target's probability and rank of each node of ``tree``, from its pass's ``logits`` [N, V] float32."""
+    if logits.device.type != "cpu":
+        return _view(view_on_device(logits, tree).cpu().numpy())
     probs, ranks = np.ones(len(tree), np.float32), np.zeros(len(tree), np.int64)
-    if len(tree) > 1 and logits.device.type != "cpu":
-        probs[1:], ranks[1:] = view_on_device(logits, tree).cpu().numpy()
-    elif len(tree) > 1:
+    if len(tree) > 1:
         inner, rows = np.unique(tree.parents[1:], return_inverse=True)
         parents = logits[torch.from_numpy(inner)]
         normalisers, scores = parents.logsumexp(-1).numpy()[rows], parents.numpy()
@@ -110,7 +116,14 @@ def target_view(logits: Tensor, tree: TokenTree) -> TargetView:
 
 
 def view_on_device(logits: Tensor, tree: TokenTree) -> Tensor:
-    """Probability and rank of each node but the root, [2, N - 1] float32; nothing waits for the device."""
-    rows = logits[to_device(tree.parents[1:], logits.device)]
-    own = rows.gather(1, to_device(tree.token_ids[1:], logits.device)[:, None])
-    return torch.stack([(own - rows.logsumexp(-1, keepdim=True)).exp()[:, 0], (rows > own).sum(-1).float()])
+    """Probability and rank of each node, [N, 2] float32, the root's without meaning; nothing waits for the device."""
+    rows = logits[to_device(tree.parents, logits.device)]  # -1 of the root is some row
+    own = rows.gather(1, to_device(tree.token_ids, logits.device)[:, None])
+    return torch.cat([(own - rows.logsumexp(-1, keepdim=True)).exp(), (rows > own).sum(-1, keepdim=True).float()], dim=1)
+
+
+def _view(numbers: NDArray[np.float32]) -> TargetView:
+    """From `view_on_device`'s numbers."""
+    probs, ranks = numbers[:, 0].copy(), numbers[:, 1].astype(np.int64)
+    probs[0], ranks[0] = 1, 0
+    return TargetView(probs, ranks)

@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from specdec.accept import Verdict
-from specdec.logits import argmax, fetch, top_tokens
+from specdec.logits import argmax, fetch, target_view, top_tokens
 from specdec.request import MAX_BUDGET, Request
 from specdec.speculators import TopK
-from specdec.step import FinishReason
+from specdec.step import FinishReason, TargetView
 from specdec.text import Detokenizer, StopStrings
 from specdec.transfer import synchronize
 from specdec.tree import TokenTree
@@ -21,10 +21,14 @@ from specdec.tree import TokenTree
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What the host learns of one pass: the target's next token after a node, and its most probable ones after every node."""
+    """What the host learns of one pass: the target's next token after a node, and its most probable ones after every node.
+
+    ``view``: what it thought of each node.
+    """
 
     choose: Callable[[int], int]
     top: Callable[[], TopK]
+    view: Callable[[], TargetView]
 
 
 class Reply:
@@ -60,12 +64,15 @@ class Reply:
         if self._at_once and sampler.is_blind:
             positions = (tree.depths() + self._length).tolist()
             choices = logits.argmax(-1) if sampler.is_argmax else sampler.draw(logits, positions)
-            chosen, top = fetch(logits, choices, top_k)
-            return Reading(chosen.__getitem__, lambda: top)
+            chosen, top, view = fetch(logits, choices, top_k, tree if self._request.details else None)
+            return Reading(chosen.__getitem__, lambda: top, lambda: view or target_view(logits, tree))
+        choose: Callable[[int], int]
         if sampler.is_argmax:
-            return Reading(argmax(logits).__getitem__, lambda: top_tokens(logits, top_k))
-        synchronize(logits.device)  # the pass ends here; what the choices take is not its cost
-        return Reading(self._chooser(logits, tree), lambda: top_tokens(logits, top_k))
+            choose = argmax(logits).__getitem__
+        else:
+            synchronize(logits.device)  # the pass ends here; what the choices take is not its cost
+            choose = self._chooser(logits, tree)
+        return Reading(choose, lambda: top_tokens(logits, top_k), lambda: target_view(logits, tree))
 
     def _chooser(self, logits: Tensor, tree: TokenTree) -> Callable[[int], int]:
         sampler, depths = self._request.sampler, tree.depths()

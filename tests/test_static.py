@@ -218,6 +218,23 @@ def test_who_waits_is_told_of_each_capture_and_of_each_width_that_is_measured_fi
     assert len(shares) == len(BUCKETS) + 2
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_where_all_is_drawn_at_once_the_view_of_a_tree_comes_in_the_same_transfer(
+    sampled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments: dict[str, Any] = {"max_new_tokens": 30, "budget": 7, "do_sample": sampled, "details": True}
+    future = list(range(20, 50))
+    exact, static = tiny_engine(), replayed()
+    expected = list(exact.stream(PROMPT, conversation=oracle(exact, future), **arguments))
+    monkeypatch.setattr("specdec.reply.target_view", lambda *_: pytest.fail("another wait for the device"))
+    steps = list(static.stream(PROMPT, conversation=oracle(static, future), **arguments))
+    for step, reference in zip(steps, expected, strict=True):
+        assert step.target is not None
+        assert reference.target is not None
+        np.testing.assert_allclose(step.target.probs, reference.target.probs, atol=1e-4)
+        np.testing.assert_allclose(step.target.ranks, reference.target.ranks, atol=1)  # equals but for rounding
+
+
 def test_where_a_graph_cannot_be_captured_one_notice_says_so_and_the_reply_is_the_same(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -446,7 +463,7 @@ def test_on_a_gpu_a_step_waits_once_for_the_device() -> None:
     list(engine.stream(PROMPT, max_new_tokens=60))
     torch.cuda.set_sync_debug_mode("warn")
     try:
-        for arguments in ({}, {"do_sample": True, "temperature": 0.8, "top_k": 40}):
+        for arguments in ({}, {"details": True}, {"do_sample": True, "temperature": 0.8, "top_k": 40, "details": True}):
             stream = engine.stream(PROMPT, max_new_tokens=20, eos_token_id=VOCAB, **arguments)
             next(stream)
             with pytest.warns(UserWarning, match="synchroniz") as waits:

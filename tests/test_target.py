@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from toys import ARCHITECTURES, tiny_engine, tiny_model
 from transformers import BloomConfig, FalconConfig, MambaConfig, MistralConfig, Phi3Config, PreTrainedConfig
 
-from specdec.logits import fetch, target_view, top_tokens, view_on_device
+from specdec.logits import fetch, target_view, top_tokens
 from specdec.target import Cancelled, TargetModel, UnsupportedModelError
 from specdec.tree import TokenTree
 
@@ -73,9 +73,10 @@ def test_top_tokens_and_view_agree_with_a_full_softmax(architecture: str) -> Non
         own = row[tree.token_ids[node]]
         assert view.probs[node] == pytest.approx(own.exp().item(), rel=1e-4)
         assert view.ranks[node] == int((row > own).sum())
-    probs, ranks = view_on_device(logits, tree).numpy()
-    np.testing.assert_allclose(probs, view.probs[1:], rtol=1e-4)
-    assert ranks.tolist() == view.ranks[1:].tolist()
+    *_, fetched = fetch(logits, None, 3, tree)
+    assert fetched is not None
+    np.testing.assert_allclose(fetched.probs, view.probs, rtol=1e-4)
+    assert fetched.ranks.tolist() == view.ranks.tolist()
 
 
 @settings(deadline=None)
@@ -89,7 +90,8 @@ def test_top_tokens_finds_the_k_best_of_any_vocabulary(vocab: int, k: int, seed:
 @pytest.mark.parametrize("k", [0, 1, 6, 5000])
 def test_one_transfer_brings_choices_and_top_tokens_unchanged(k: int) -> None:
     logits = 5 * torch.randn(9, 3000, generator=torch.Generator().manual_seed(2))
-    chosen, top = fetch(logits, logits.argmax(-1), k)
+    chosen, top, view = fetch(logits, logits.argmax(-1), k)
+    assert view is None
     assert chosen == logits.argmax(-1).tolist()
     reference = torch.log_softmax(logits, -1).topk(min(k, 3000), dim=-1)
     assert top.token_ids.tolist() == logits.topk(min(k, 3000), dim=-1).indices.tolist()

@@ -84,8 +84,8 @@ class Slab(NamedTuple):
 def numbers(states: Tensor) -> Tensor:
     """``states`` as a `Slab` may hold them.
 
-    A draft that goes beyond float16's 65,504 must not reach the nodes it is hidden from. bfloat16 and float32 end at 3e38, where
-    no sound model gets: they are not looked at, for that takes two more kernels a layer.
+    A draft that goes beyond float16's 65,504 must not reach the nodes it is hidden from. bfloat16 and float32 end at 3e38,
+    where no sound model gets: they are not looked at, for that takes two more kernels a layer.
     """
     return torch.nan_to_num(states, 0.0, 0.0, 0.0) if states.dtype == torch.float16 else states
 

@@ -32,8 +32,8 @@ PADDING = 128
 """Positions that a cache must be able to hold beyond what is committed, for a pass and its padding."""
 
 _forget_workspaces: Callable[[], None] = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
-"""Forgets what cuBLAS computes in. Before and after a capture, so that a graph has that in memory of its own, which nobody frees:
-others forget it at any time (torch's own compiled graphs do), and the graph would still write there."""
+"""Forgets the memory that cuBLAS computes in. Done before and after a capture, so that a graph has it in its own pool: others
+may forget it at any time (torch's compiled graphs do), and the graph would still write there."""
 
 Forward = Callable[[Tensor, Cache, Tensor, Tensor], Tensor]
 """Logits [1, W, V] of token ids [1, W] with a cache at positions [1, W] under an additive mask [1, 1, W, L]."""
@@ -134,14 +134,16 @@ class StaticPass:
         stream.wait_stream(caller)
         with torch.cuda.stream(stream):  # what libraries set up at their first call must not be captured
             self._pass(width, length)
+        caller.wait_stream(stream)
+        _forget_workspaces()
         try:
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 self._pass(width, length)
         except BaseException:
-            torch.cuda.set_stream(caller)  # torch.cuda.graph leaves its own only where the capture ended well
+            torch.cuda.set_stream(caller)  # torch.cuda.graph leaves its stream only where the capture ends well
             raise
         finally:
-            caller.wait_stream(stream)
+            _forget_workspaces()
         return graph
 
     def _pass(self, width: int, length: int) -> None:

@@ -202,7 +202,7 @@ class TargetModel:
         return [LayerShape.of(layer.keys, layer.values) for layer in cache.layers]
 
     def _home(self, capture: bool) -> TreeCache:
-        """An empty cache for static passes: of its full size at once where that is little, as graphs go with buffers that grow."""
+        """An empty cache for static passes: of full size at once where that is little: graphs go when buffers grow."""
         home = self.new_cache()
         if capture and home.full_size <= _HOME * free_bytes(self.device):
             home.reserve(home.max_length, home.padding)

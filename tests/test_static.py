@@ -6,6 +6,7 @@ On this CPU a recording stands in for a CUDA graph (`toys.Recording`): the same 
 from __future__ import annotations
 
 import logging
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,9 @@ from specdec.static import BUCKETS, PADDING, StaticPass, bucket
 from specdec.step import Step
 from specdec.target import TargetModel, _is_static
 from specdec.tree import TokenTree
+
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
+"""How far logits may be apart, in shares of their norm, where a pass of another shape rounds otherwise."""
 
 
 def bushy(size: int, seed: int = 0) -> TokenTree:
@@ -117,12 +121,11 @@ def test_conversations_that_take_turns_keep_what_is_theirs(turns: list[tuple[int
 def test_what_another_conversation_left_behind_the_prefix_reaches_no_pass(short_buckets: None) -> None:
     static, exact = replayed().target, tiny_engine().target
     leaver, comer, fresh = static.new_cache(), static.new_cache(), exact.new_cache()
-    static.prefill(leaver, list(range(10, 60)))
-    static.verify(leaver, bushy(20))
-    for slab in leaver.slabs:
-        for buffer in slab:
-            buffer[:, :, leaver.length :] = torch.nan
-            buffer[:, :, leaver.length - 1] = torch.inf
+    static.prefill(leaver, list(range(10, 34)))
+    with torch.inference_mode():
+        for slab in leaver.slabs:
+            slab.keys[:, :, leaver.length :] = torch.nan
+            slab.values[:, :, leaver.length :] = torch.inf
     logits = []
     for target, cache in ((static, comer), (exact, fresh)):
         target.prefill(cache, list(range(10, 30)))
@@ -293,7 +296,8 @@ class Streams:
         for name, value in {"_capture": True, "_stream": self.own, "_pass": told}.items():
             monkeypatch.setattr(static, name, value)
 
-    def capture_begin(self, *_: Any, **__: Any) -> None:
+    def capture_begin(self, *_: Any, capture_error_mode: str, **__: Any) -> None:
+        assert capture_error_mode == "thread_local", "what other threads do is their business"
         self.told.append("begin")
 
     def capture_end(self) -> None:
@@ -416,6 +420,43 @@ def test_a_target_on_one_cuda_device_verifies_in_fixed_shapes_but_for_a_lent_one
 def test_float32_products_are_exact() -> None:
     assert torch.get_float32_matmul_precision() == "highest"
     assert not torch.backends.cuda.matmul.allow_tf32
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_conversations_that_take_turns_in_buffers_that_grow_say_what_eager_passes_say(
+    dtype: torch.dtype, device: str, short_buckets: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU with graphs, which are captured anew with every growth; on the CPU with recorded kernels."""
+    monkeypatch.setattr("specdec.target.free_bytes", lambda _: 0.0)  # else captured passes begin with buffers of full size
+    model = tiny_model(ARCHITECTURES["llama"]).to(device, dtype)
+    static, exact = (SpeculativeEngine(model, tokenizer(), static=way) for way in (True, False))
+    passes = static.target._static if device == "cuda" else replay_passes(static.target)
+    assert passes is not None
+    targets = (static.target, exact.target)
+    chats = [[target.new_cache() for target in targets] for _ in range(2)]
+    capacities = set()
+    for turn in range(80):
+        for who, caches in enumerate(chats if turn > 20 else chats[:1]):  # the first is alone until it has grown
+            tree = bushy(1 + 7 * turn % 40, seed=2 * turn + who)
+            logits = [target.verify(cache, tree).clone() for target, cache in zip(targets, caches, strict=True)]
+            assert torch.isfinite(logits[0]).all()
+            assert (logits[0] - logits[1]).norm() <= TOLERANCES[dtype] * logits[1].norm()
+            if caches[0].length < 140:
+                for cache in caches:
+                    cache.commit(tree.path(len(tree) - 1))
+        capacities.add(tuple(passes._bound))
+    assert min(cache.length for caches in chats for cache in caches) >= 140
+    assert len(capacities) > 2, "buffers grew, and graphs with them"
+    assert passes._capture, "capturing failed"
+    arguments: dict[str, Any] = {"max_new_tokens": 140, "eos_token_id": VOCAB}
+    prompts = (PROMPT, "a quite different text, a quite")
+    streams = [static.stream(prompt, **arguments) for prompt in prompts]
+    turns = zip(*zip_longest(*streams), strict=True)  # a step of this one, a step of that one
+    replies = [[token for step in steps if step for token in step.token_ids] for steps in turns]
+    assert [len(reply) for reply in replies] == [140, 140]
+    if dtype == torch.float32:
+        assert replies == [ids(list(exact.stream(prompt, decoding="plain", **arguments))) for prompt in prompts]
 
 
 @pytest.mark.cuda

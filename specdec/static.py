@@ -137,11 +137,12 @@ class StaticPass:
         caller.wait_stream(stream)
         _forget_workspaces()
         try:
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            # torch.cuda.graph leaves its stream only where the capture ends well; the context around it returns in any case
+            with (
+                torch.cuda.stream(caller),
+                torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+            ):
                 self._pass(width, length)
-        except BaseException:
-            torch.cuda.set_stream(caller)  # torch.cuda.graph leaves its stream only where the capture ends well
-            raise
         finally:
             _forget_workspaces()
         return graph

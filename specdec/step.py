@@ -18,7 +18,8 @@ FinishReason = Literal["eos", "stop_string", "stopping_criteria", "length", "con
 class Timings:
     """Wall-clock seconds of one step's parts. ``prefill`` is non-zero in the first step of a reply only.
 
-    What only a watcher asks for (`Step.target`) is computed after the step and is part of none.
+    What only a watcher asks for (`Step.target`) is computed after the step and is part of none, but where all choices are drawn
+    at once on the device: there it comes with them, in ``verify``.
     """
 
     prefill: float

@@ -20,15 +20,19 @@ from gradio_client.exceptions import AppError
 from toys import ARCHITECTURES, tiny_engine, tiny_model, tokenizer
 
 from specdec.audit import Audit
+from specdec.cost import PassCost
 from specdec.engine import SpeculativeEngine
-from ui.audits import describe
+from specdec.request import Decoding
+from ui.audits import describe, why_differing
 from ui.chat import SKIP, ChatHandlers, Frame, show
 from ui.chats import MAX_MESSAGES, MAX_WARM, Chat, Message, Tabs, read_messages
+from ui.compare import LANES, Lane
 from ui.inert import inert
 from ui.page import build
 from ui.pump import Pump
 from ui.relay import Relay
 from ui.settings import Settings
+from ui.trace import Recorder
 from ui.turns import GaveUp, Turns
 
 VALUES = ("tree", "auto", 0, 1, 0, 60, "")
@@ -185,7 +189,7 @@ def test_another_reply_is_waited_for_visibly_and_can_be_given_up(slow: ChatHandl
     while not footer:
         next(second)
         footer = slow.tabs.chat("b").messages[1].footer
-    assert footer == "waiting for 1 other reply"
+    assert footer == "waiting for 1 other before this one"
     slow.stop(tab("b"))
     list(second)
     assert slow.tabs.chat("b").messages[1].state == "stopped"
@@ -233,7 +237,11 @@ def test_send_or_stop_is_told_by_the_reply_that_is_there(slow: ChatHandlers) -> 
     frames = relay.stream(tab())
     next(frames)
     frames.close()  # type: ignore[attr-defined]
-    assert told(tab())[1]["submit_btn"], "a stream that died leaves no Stop button"
+    _, box, panel, *_ = told(tab())
+    assert box["submit_btn"], "a stream that died leaves no Stop button"
+    assert json.loads(panel)["messages"][-1]["kind"] == "end", "nor a panel that is live"
+    list(slow.send(SECOND, tab(), *VALUES[:5], 4, ""))
+    assert told(tab())[2] is SKIP, "what was heard is not told again"
 
 
 def test_what_gradio_repeats_when_a_stream_ends_changes_nothing(handlers: ChatHandlers) -> None:
@@ -325,6 +333,17 @@ def test_a_full_context_says_what_was_left_out(handlers: ChatHandlers) -> None:
     assert any("oldest" in notice for notice in handlers.tabs.chat("tab").messages[-1].notices)
 
 
+@pytest.mark.parametrize(
+    ("budget", "noticed"), [("auto", ["draft inactive: no candidate is worth its cost in this pass"]), ("8", [])]
+)
+def test_a_reply_that_drafted_nothing_says_what_kept_most_of_its_steps_from_it(
+    handlers: ChatHandlers, monkeypatch: pytest.MonkeyPatch, budget: str, noticed: list[str]
+) -> None:
+    monkeypatch.setattr(PassCost, "best_width", lambda cost, scores: 1)  # where the budget is not given
+    send(handlers, QUESTION, values=("tree", budget, *VALUES[2:5], 12, ""))
+    assert handlers.tabs.chat("tab").messages[1].notices == noticed
+
+
 def test_the_audit_confirms_the_reply(handlers: ChatHandlers) -> None:
     send(handlers, QUESTION, values=("tree", "8", 0.8, 0.9, 5, 40, ""))
     list(handlers.audit(tab()))
@@ -340,6 +359,17 @@ def test_the_audit_speaks_of_plain_decoding_only_where_rounding_is_no_matter(dty
     assert ("exactly what plain decoding says" in describe(good, False, dtype)) == (dtype == torch.float32)
     assert "largest shortfall is 0.000 logits" in describe(good, False, dtype)
     assert "largest shortfall is 0.250 logits" in describe(bad, True, dtype)
+
+
+def test_an_audit_during_a_reply_says_that_it_has_to_wait(slow: ChatHandlers, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(gr, "Info", said.append)
+    frames = slow.send(QUESTION, tab(), *VALUES)
+    next_text(slow, frames)
+    assert list(slow.audit(tab())) == []
+    assert len(said) == 1
+    slow.stop(tab())
+    list(frames)
 
 
 def test_an_audit_that_is_cut_off_leaves_no_line(handlers: ChatHandlers) -> None:
@@ -460,7 +490,42 @@ def test_the_lanes_of_a_comparison_say_the_same_and_are_timed_by_their_steps(
     assert [lane["decoding"] for lane in result["lanes"]] == ["plain", "linear", "tree"]
     for lane in result["lanes"]:
         assert lane["figures"]["tokens"] == sum(len(step["token_ids"]) for step in lane["steps"])
-    assert handlers.comparisons._stops == {}
+    assert handlers.comparisons._stops._signals == {}
+
+
+@pytest.mark.parametrize(
+    ("said", "agreeing", "parting"),
+    [
+        (([5, 6, 7], [5, 6, 7], [5, 9, 7]), ["plain", "linear"], [(["tree"], 1)]),
+        (([5, 6, 7], [5, 6, 8], [5, 6, 8]), ["plain"], [(["linear", "tree"], 2)]),
+        (([5, 6, 7], [5, 6], [9]), ["plain"], [(["linear"], 1), (["tree"], 0)]),
+    ],
+)
+def test_lanes_that_differ_are_told_with_who_agrees_and_how_near_a_tie_it_was(
+    handlers: ChatHandlers, said: tuple[list[int], ...], agreeing: list[str], parting: list[tuple[list[str], int]]
+) -> None:
+    settings = Settings.read(*VALUES)
+    prompt = handlers.replies.fit([{"role": "user", "content": QUESTION}], settings.max_tokens)
+    told = handlers.comparisons._agreement(prompt, list(map(recorded, LANES, said)), settings)
+    margins = handlers.replies.decoder.audit(prompt, tuple(said[0]), settings, lambda: False).margins
+    assert (told["same"], told["lanes"]) == (False, agreeing)
+    assert [(group["lanes"], group["position"]) for group in told["apart"]] == parting
+    for group in told["apart"]:
+        assert group["margin"] == pytest.approx(margins[group["position"]], abs=1e-4)
+        assert group["why"] == "this should not happen in float32"
+
+
+def recorded(decoding: Decoding, token_ids: list[int]) -> Lane:
+    """A lane that said this."""
+    recorder = Recorder({}, {}, [], lambda token_ids: [])
+    recorder.records.append({"token_ids": token_ids})
+    return Lane(decoding, recorder)
+
+
+def test_only_rounding_and_only_near_ties_are_excused() -> None:
+    assert why_differing(torch.bfloat16) == "rounding tips near ties in bfloat16"
+    assert why_differing(torch.bfloat16, near=False) == "this should not happen in bfloat16"
+    assert why_differing(torch.float32) == "this should not happen in float32"
 
 
 @contextmanager

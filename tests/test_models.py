@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import json
 import re
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import gradio as gr
 import pytest
 from browser import launch_browser, served
 from playwright.sync_api import expect, sync_playwright
-from test_chat import QUESTION, SECOND, VALUES, next_text, send, tab, texts
+from test_chat import QUESTION, SECOND, VALUES, broken, next_text, send, tab, texts, wait_for
 from toys import ARCHITECTURES, tiny_model, tokenizer
 
 from specdec.engine import SpeculativeEngine
@@ -66,7 +68,7 @@ def test_a_chat_goes_on_with_the_new_model_and_the_old_one_is_freed(other: Path)
     handlers, models = section()
     send(handlers, QUESTION)
     old = weakref.ref(handlers.engine), weakref.ref(handlers.engine.memory)
-    assert "other-model is ready" in last_line(models.load(str(other)))
+    assert "other-model is ready" in last_line(models.load(str(other), tab()))
     gc.collect()
     assert [reference() for reference in old] == [None, None]
     send(handlers, SECOND)
@@ -82,7 +84,7 @@ def test_memory_follows_the_model(other: Path) -> None:
     send(handlers, QUESTION)
     assert keeper.memory is not None
     path, known = keeper.path, len(keeper.memory)
-    list(models.load(str(other)))
+    list(models.load(str(other), tab()))
     assert keeper.path != path
     assert len(keeper.memory) == 0
     assert path is not None
@@ -95,7 +97,7 @@ def test_memory_follows_the_model(other: Path) -> None:
 def test_what_cannot_be_loaded_is_one_line_and_the_present_model_stays(name: str, tmp_path: Path) -> None:
     handlers, models = section()
     engine = handlers.engine
-    line = last_line(models.load(name.replace("{tmp}", str(tmp_path))))
+    line = last_line(models.load(name.replace("{tmp}", str(tmp_path)), tab()))
     assert "\n" not in line
     assert "--model" not in line
     assert f"Still {engine.name}." in line
@@ -107,17 +109,71 @@ def test_what_cannot_be_loaded_is_one_line_and_the_present_model_stays(name: str
 def test_a_model_that_cannot_chat_is_refused(other: Path) -> None:
     (other / "chat_template.jinja").unlink()
     handlers, models = section()
-    assert "chat template" in last_line(models.load(str(other)))
+    assert "chat template" in last_line(models.load(str(other), tab()))
     assert handlers.model_facts["name"] != "other-model"
 
 
 def test_loading_can_be_stopped(other: Path) -> None:
     handlers, models = section()
-    frames = models.load(str(other))
+    frames = models.load(str(other), tab())
     next(frames)
-    models._stop.set()
+    models.stop(tab())
     assert "Stopped." in last_line(frames)
     assert handlers.model_facts["name"] != "other-model"
+
+
+@contextmanager
+def busy(handlers: ChatHandlers) -> Iterator[list[object]]:
+    """While open, somebody else has the engine; who has it or waits for it."""
+    turns = handlers.replies.turns
+    with turns.turn(lambda: False, lambda ahead: None):
+        yield turns._line
+
+
+def test_each_tab_stops_its_own_loading_and_sees_its_place(other: Path) -> None:
+    handlers, models = section()
+    with busy(handlers):
+        first, second = models.load(str(other), tab("a")), models.load(str(other), tab("b"))
+        lines = [next(frames)[0] for frames in (first, second) for _ in range(3)]
+        assert "Waiting for 1 other before this one" in str(lines[:3])
+        assert "Waiting for 2 others before this one" in str(lines[3:])
+        models.stop(tab("a"))
+        assert "Stopped." in last_line(first)
+    assert "other-model is ready" in last_line(second)
+
+
+def test_a_tab_that_goes_away_ends_its_loading(other: Path) -> None:
+    handlers, models = section()
+    with busy(handlers) as line:
+        frames = models.load(str(other), tab())
+        for _ in range(4):  # it is told of nothing, too: else nobody would notice that the tab is gone
+            next(frames)
+        frames.close()  # type: ignore[attr-defined]
+        wait_for(lambda: len(line) == 1)
+
+
+def test_whatever_a_model_fails_with_is_one_line_and_another_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers, models = section()
+    monkeypatch.setattr("ui.models.chat_engine", lambda *_, **__: broken())
+    *_, (line, _, _, load, stop) = models.load("any", tab())
+    assert "RuntimeError: boom" in line
+    assert f"Still {handlers.engine.name}." in line
+    assert (load["interactive"], stop["visible"]) == (True, False)
+
+
+def test_a_trace_names_the_model_that_wrote_the_reply(other: Path) -> None:
+    handlers, models = section()
+    with busy(handlers) as line:
+        changing = threading.Thread(target=lambda: list(models.load(str(other), tab("a"))))
+        changing.start()
+        wait_for(lambda: len(line) == 2)
+        frames = handlers.send(QUESTION, tab(), *VALUES)
+        panels = [next(frames)[2] for _ in range(3)]
+        assert len(line) == 3
+    panels += [frame[2] for frame in frames]
+    changing.join()
+    messages = [message for panel in panels if isinstance(panel, str) for message in json.loads(panel)["messages"]]
+    assert [message["model"]["name"] for message in messages if message["kind"] == "start"][-1] == "other-model"
 
 
 def test_a_reply_that_is_being_written_ends_under_its_own_model(other: Path) -> None:
@@ -127,7 +183,7 @@ def test_a_reply_that_is_being_written_ends_under_its_own_model(other: Path) -> 
     )
     frames = handlers.send(QUESTION, tab(), *VALUES)
     next_text(handlers, frames)
-    changing = threading.Thread(target=lambda: list(models.load(str(other))))
+    changing = threading.Thread(target=lambda: list(models.load(str(other), tab())))
     changing.start()
     list(frames)
     changing.join()
@@ -137,14 +193,14 @@ def test_a_reply_that_is_being_written_ends_under_its_own_model(other: Path) -> 
 
 def test_what_was_loaded_last_is_offered_first(other: Path) -> None:
     _, models = section()
-    list(models.load(str(other)))
+    list(models.load(str(other), tab()))
     assert models._models.names() == [str(other), *SUGGESTIONS]
 
 
 def test_a_model_that_cannot_be_remembered_is_in_use_all_the_same(other: Path) -> None:
     handlers, models = section()
     (cache_folder() / "recent-models").mkdir(parents=True)
-    assert "other-model is ready" in last_line(models.load(str(other)))
+    assert "other-model is ready" in last_line(models.load(str(other), tab()))
     assert handlers.model_facts["name"] == "other-model"
 
 
@@ -155,6 +211,9 @@ def test_the_section_loads_and_says_what_went_wrong(other: Path) -> None:
         page = browser.new_page()
         page.set_default_timeout(15_000)
         page.goto(url)
+        elsewhere = browser.new_page()
+        elsewhere.goto(url)
+        expect(elsewhere.locator("#box .submit-button")).to_be_visible()
         page.locator("#settings button").first.click()
         page.get_by_role("tab", name="Model").click()
         name, load = page.locator("#model-name input"), page.get_by_role("button", name="Load", exact=True)
@@ -166,4 +225,7 @@ def test_the_section_loads_and_says_what_went_wrong(other: Path) -> None:
         expect(page.locator("#model-line")).to_contain_text("other-model is ready")
         expect(page.locator("#top")).to_contain_text("other-model")
         expect(load).to_be_enabled()
+        elsewhere.locator("#box textarea").fill("a question")
+        elsewhere.keyboard.press("Enter")
+        expect(elsewhere.locator("#top")).to_contain_text("other-model")
         browser.close()

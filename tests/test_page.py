@@ -7,12 +7,19 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+from urllib.parse import urljoin
+from urllib.request import urlopen
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from browser import launch_browser, running_app, traced_tasks
+from browser import launch_browser, running_app, served, traced_tasks
 from playwright.sync_api import Browser, BrowserContext, Page, Request, expect, sync_playwright
+from steps import random_trace
+from toys import ARCHITECTURES, tiny_engine, tiny_model, tokenizer
+
+from specdec.engine import SpeculativeEngine
+from ui.page import build
 
 LIST = "List the months of the year, one a line, each with the number of its days."
 LONG = "Tell a very long story about a lighthouse keeper and the sea."
@@ -56,6 +63,20 @@ def context(browser: Browser, url: str) -> Iterator[BrowserContext]:
     yield context
     context.close()
     assert [text for _, text in complaints] == []
+
+
+@pytest.fixture(scope="module")
+def toy() -> Iterator[tuple[SpeculativeEngine, str]]:
+    """A page in this process, over a tiny model whose context is soon full, and its address."""
+    engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer())
+    with served(build(engine)) as address:
+        yield engine, address
+
+
+@pytest.fixture
+def toy_page(browser: Browser, toy: tuple[SpeculativeEngine, str]) -> Iterator[Page]:
+    with browser.new_context() as context:
+        yield open_page(context, toy[1])
 
 
 @pytest.fixture
@@ -176,7 +197,34 @@ def test_hostile_text_is_text(page: Page) -> None:
     for part in hostile:
         assert part in shown or part.startswith("![")
     assert message.locator("img, b, script").count() == 0
+    page.locator("#chats .toggle-button").click()
+    title = page.locator(".shelf .open")
+    expect(title).to_contain_text("<img src=x onerror=window.hacked=1> <b>bold</b> <script>")
+    assert title.locator("*").count() == 0
+    page.locator("#chats .toggle-button").click()
+    page.get_by_role("tab", name="Compare").click()
+    expect(page.locator(".race-status")).to_be_visible()
+    trace = random_trace(3, nodes=4)
+    for step in trace["steps"]:
+        step |= {"text": hostile[0], "texts": hostile[:1] * 5, "token_texts": hostile[:1] * 5, "next_text": hostile[0]}
+    lane = {"decoding": "tree", "steps": trace["steps"], "figures": trace["steps"][-1]["figures"]}
+    receive(page, {"lanes": [lane, lane], "agreement": {"same": True, "tokens": 9}})
+    expect(page.locator(".race .lane.home")).to_have_count(2)
+    expect(page.locator(".race .said").first).to_have_text(hostile[0] * 3)
+    assert page.locator(".race").locator("img, b, script").count() == 0
     assert page.evaluate("window.hacked") is None
+
+
+def receive(page: Page, payload: dict[str, Any]) -> None:
+    """Hand a payload to a race of its own in the Compare tab."""
+    page.evaluate(
+        """payload => {
+            const host = document.createElement("div");
+            document.querySelector("#race .race").replaceChildren(host);
+            new specdec.Race(host).receive(JSON.stringify(payload));
+        }""",
+        payload,
+    )
 
 
 def test_a_reload_keeps_the_partial_reply_and_frees_the_engine(page: Page, context: BrowserContext, url: str) -> None:
@@ -200,7 +248,7 @@ def test_two_tabs_take_turns_and_do_not_mix(page: Page, context: BrowserContext,
     say(page, LONG)
     wait_for_text(page, 10)
     say(other, "Name a colour.")
-    expect(other.locator(".bot-row")).to_contain_text("waiting for 1 other reply")
+    expect(other.locator(".bot-row")).to_contain_text("waiting for 1 other before this one")
     stop(page)
     finish(other)
     expect(other.locator(".user-row")).to_have_text("Name a colour.")
@@ -259,8 +307,149 @@ def test_saved_chats_are_listed_renamed_exported_and_deleted(page: Page) -> None
     expect(row.locator(".open")).to_have_text("Colours")
     row.locator("summary").click()
     row.get_by_role("button", name="Delete").click()
+    row.get_by_role("button", name="Keep it").click()
+    row.locator("summary").click()
+    row.get_by_role("button", name="Delete").click()
+    row.get_by_role("button", name="Delete it").click()
     expect(page.locator(".shelf .row")).to_have_count(0)
     expect(page.locator(".user-row")).to_have_count(0)
+
+
+def test_the_shelf_and_the_theme_need_no_mouse(page: Page) -> None:
+    keyboard = page.keyboard
+    say(page, LONG)
+    wait_for_text(page)
+    tab_to(page, "#chats .toggle-button", "Shift+Tab")
+    keyboard.press("Enter")
+    tab_to(page, ".shelf summary")
+    keyboard.press("Enter")
+    expect(page.locator(".shelf .actions")).to_be_visible()
+    keyboard.press("Escape")
+    expect(page.locator(".shelf .actions")).to_be_hidden()
+    expect(page.locator(".shelf summary")).to_be_focused()
+    expect(page.locator("#box .stop-button")).to_be_visible()
+    for key in ("Enter", "Tab", "Enter"):
+        keyboard.press(key)
+    keyboard.type("My story")
+    page.locator("#box .stop-button").dispatch_event("click")
+    finish(page)
+    page.wait_for_function("Object.values(localStorage).some((text) => text.includes('stopped'))")
+    keyboard.type(" of the sea")
+    keyboard.press("Enter")
+    expect(page.locator(".shelf .open")).to_have_text("My story of the sea")
+    expect(page.locator(".shelf summary")).to_be_focused()
+    for key in ("Enter", "Tab", "Tab", "Tab", "Tab", "Enter"):
+        keyboard.press(key)
+    expect(page.get_by_role("button", name="Keep it")).to_be_focused()
+    keyboard.press("Enter")
+    expect(page.locator(".shelf .row")).to_have_count(1)
+    expect(page.locator(".shelf summary")).to_be_focused()
+    for key in ("Enter", "Tab", "Tab", "Tab", "Tab", "Enter", "Tab", "Enter"):
+        keyboard.press(key)
+    expect(page.locator(".shelf .row")).to_have_count(0)
+    expect(page.locator("#new-chat")).to_be_focused()
+    dark = page.evaluate("document.body.classList.contains('dark')")
+    tab_to(page, "[data-action=theme]")
+    keyboard.press("Enter")
+    assert page.evaluate("document.body.classList.contains('dark')") is not dark
+
+
+def test_chats_that_make_room_and_one_that_finds_none_are_told(toy_page: Page) -> None:
+    page = toy_page
+    page.evaluate("""() => {
+        for (let updated = 0; updated < 100; updated++) {
+            const record = { id: `${updated}`, title: "old", updated, messages: [] };
+            localStorage.setItem(`token-tree-chat:${updated}`, JSON.stringify(record));
+        }
+    }""")
+    limit(page, 2)
+    say(page, "Name a colour.")
+    finish(page)
+    page.locator("#chats .toggle-button").click()
+    expect(page.locator(".shelf .none")).to_have_text(re.compile("^The oldest chat was deleted to make room"))
+    expect(page.locator(".shelf .row")).to_have_count(100)
+    page.evaluate("""() => {
+        const { setItem } = Storage.prototype;
+        Storage.prototype.setItem = function (...entry) {
+            if (this === localStorage) throw new DOMException("full", "QuotaExceededError");
+            setItem.apply(this, entry);
+        };
+    }""")
+    say(page, "Name a fruit.")
+    finish(page)
+    expect(page.locator(".shelf .none").last).to_have_text("This chat is not saved: the browser's storage is full.")
+
+
+def test_saved_chats_outlive_the_server(browser: Browser, toy_page: Page) -> None:
+    limit(toy_page, 4)
+    say(toy_page, "Name a colour.")
+    finish(toy_page)
+    toy_page.wait_for_function("Object.values(localStorage).some((text) => text.includes('4 tok'))")
+    state = toy_page.context.storage_state()
+    with served(build(tiny_engine())) as address:
+        state["origins"][0]["origin"] = address.rstrip("/")
+        with browser.new_context(storage_state=state) as context:
+            page = open_page(context, address)
+            page.locator("#chats .toggle-button").click()
+            page.locator(".shelf .open").click()
+            expect(page.locator(".user-row")).to_have_text("Name a colour.")
+            expect(page.locator(".bot-row")).to_contain_text("4 tok")
+            say(page, "And another?")
+            finish(page)
+            expect(page.locator(".bot-row")).to_have_count(2)
+
+
+def test_the_web_manifest_names_an_icon_that_is_there(url: str) -> None:
+    def fetched(address: str) -> str:
+        with urlopen(urljoin(url, address)) as answer:
+            return str(answer.read().decode())
+
+    (address,) = re.findall(r'<link rel="manifest" href="([^"]+)"', fetched(""))
+    manifest = json.loads(fetched(address))
+    assert manifest["name"] == "Token Tree Chat"
+    assert "<svg" in fetched(manifest["icons"][0]["src"])
+
+
+def test_a_system_prompt_is_read_and_a_full_context_and_a_failure_are_told(
+    toy_page: Page, toy: tuple[SpeculativeEngine, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, (engine, _) = toy_page, toy
+    read: list[str] = []
+    stream = engine.stream
+
+    def watched(prompt: Any, **arguments: Any) -> Any:
+        read.append(engine.tokenizer.decode(prompt.token_ids))
+        return stream(prompt, **arguments)
+
+    monkeypatch.setattr(engine, "stream", watched)
+    limit(page, 30)
+    page.locator("#settings button").first.click()
+    page.get_by_label("System prompt").fill("Be brief.")
+    page.get_by_label("System prompt").press("Tab")
+    for text in ("one " * 9, "two " * 9, "three " * 9):
+        say(page, text)
+        finish(page)
+    assert [text.startswith("<|system|>Be brief.<|end|>") for text in read] == [True] * 3
+    prompt = page.evaluate("document.querySelector('.specdec-host').panel.history.toTrace().prompt")
+    assert prompt[0] == {"role": "system", "content": "Be brief."}
+    reply = page.locator(".bot-row").last
+    expect(reply).to_contain_text(re.compile("context full: the oldest .* left out"))
+    meter = page.get_by_role("meter")
+    expect(meter).to_have_attribute("aria-valuemax", str(engine.target.context_limit))
+    expect(meter).to_have_attribute("aria-valuenow", re.compile(r"^(1\d|[7-9])\d$"))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.target, "verify", broken)
+        say(page, "four")
+        finish(page)
+    expect(reply).to_contain_text("The engine failed (RuntimeError: boom)")
+    expect(page.locator("#specdec-panel .notice.error")).to_contain_text("boom")
+    say(page, "five")
+    finish(page)
+    expect(reply).to_contain_text("tok/s")
+
+
+def broken(*_: Any) -> Any:
+    raise RuntimeError("boom")
 
 
 def test_keys_alone_are_enough(page: Page) -> None:
@@ -289,7 +478,7 @@ def test_the_audit_stands_below_the_reply(page: Page) -> None:
     )
 
 
-def test_a_comparison_runs_and_is_replayed(page: Page) -> None:
+def test_a_comparison_is_replayed_and_its_badge_tells_who_agrees(page: Page) -> None:
     page.get_by_role("tab", name="Compare").click()
     page.get_by_role("button", name="Make a list").click()
     page.get_by_label("Max tokens").last.fill("24")
@@ -300,6 +489,56 @@ def test_a_comparison_runs_and_is_replayed(page: Page) -> None:
     expect(page.locator(".race .lane.home")).to_have_count(3, timeout=30_000)
     expect(page.locator(".race-headline")).to_contain_text(re.compile(r"times as fast as plain|fastest"))
     expect(page.locator(".race-controls")).to_contain_text("replay")
+    badge = "agreement => new specdec.Race(document.createElement('div')).badge(agreement).textContent"
+    tree = {"lanes": ["tree"], "position": 1, "margin": 0.0625, "why": "rounding tips near ties in bfloat16"}
+    both = {"lanes": ["linear", "tree"], "position": 12, "margin": 3, "why": "this should not happen in float32"}
+    apart = "where the target's first two choices were"
+    assert page.evaluate(badge, {"same": False, "lanes": ["plain", "linear"], "apart": [tree]}) == (
+        f"≠ tree parts from plain and linear, which agree, at token 2, {apart} 0.0625 logits apart "
+        "(rounding tips near ties in bfloat16)"
+    )
+    assert page.evaluate(badge, {"same": False, "lanes": ["plain"], "apart": [both]}) == (
+        f"≠ linear and tree, which agree, part from plain at token 13, {apart} 3.0000 logits apart "
+        "(this should not happen in float32)"
+    )
+
+
+def test_a_comparison_takes_two_lanes_not_one_and_can_be_stopped_and_replayed_slowly(page: Page) -> None:
+    page.get_by_role("tab", name="Compare").click()
+    prompt, lanes = page.locator("#compare-prompt textarea"), page.locator("#compare-fields")
+    page.locator("h1").click()
+    page.keyboard.press("/")
+    expect(prompt).to_be_focused()
+    prompt.fill("Name a colour.")
+    page.get_by_label("Max tokens").last.fill("16")
+    lanes.get_by_label("linear").uncheck()
+    run = page.get_by_role("button", name="Run the comparison")
+    run.click()
+    expect(page.locator(".race-badge")).to_be_visible(timeout=60_000)
+    assert page.locator(".race .lane h3").all_inner_texts() == ["Plain", "Tree"]
+    page.get_by_label("replay speed").select_option("half speed")
+    pace = page.evaluate("""async () => {
+        const wait = (time) => new Promise((resolve) => setTimeout(resolve, time));
+        const clock = () => parseFloat(document.querySelector(".race-clock").textContent);
+        document.querySelector(".race-play").click();
+        await wait(100);
+        const [start, began] = [performance.now(), clock()];
+        await wait(300);
+        return (1000 * (clock() - began)) / (performance.now() - start);
+    }""")
+    assert 0 < pace < 0.8
+    expect(page.locator(".race .lane.home")).to_have_count(2)
+    lanes.get_by_label("plain").uncheck()
+    run.click()
+    expect(page.locator(".race-status.error")).to_have_text("A comparison needs a prompt and at least two lanes.")
+    lanes.get_by_label("plain").check()
+    prompt.fill(LONG)
+    page.get_by_label("Max tokens").last.fill("512")
+    run.click()
+    expect(page.locator(".race-status")).to_have_text("Lane 1 of 2: plain")
+    page.locator("#compare-stop").click()
+    expect(page.locator(".race-status")).to_have_text("Stopped.")
+    expect(run).to_be_enabled()
 
 
 def test_390_pixels_are_enough(context: BrowserContext, url: str) -> None:
@@ -426,9 +665,24 @@ def test_axe_finds_no_serious_violation(context: BrowserContext, url: str, theme
     page.get_by_label("Max tokens").last.fill("16")
     page.get_by_role("button", name="Run the comparison").click()
     expect(page.locator(".race .lane.home")).to_have_count(3, timeout=60_000)
+    page.add_style_tag(content=".race .said { height: 24px !important; }")
+    assert page.locator(".race .said").first.evaluate("said => said.scrollHeight > said.clientHeight"), "it is to scroll"
     page.wait_for_timeout(500)  # the buttons fade in again
     found.append(("a comparison", axe(page)))
     assert [(where, violation) for where, violations in found for violation in violations] == []
+
+
+def test_axe_finds_no_serious_violation_in_an_audit_on_a_dark_phone(context: BrowserContext, url: str) -> None:
+    page = context.new_page()
+    page.emulate_media(color_scheme="dark", reduced_motion="reduce")
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.goto(url)
+    limit(page, 4)
+    say(page, "Name a colour.")
+    finish(page)
+    page.get_by_role("button", name="Audit the reply").click()
+    expect(page.locator(".bot-row").last).to_contain_text("the target's own choice")
+    assert axe(page) == []
 
 
 def axe(page: Page) -> list[str]:

@@ -291,6 +291,7 @@ class Streams:
             "CUDAGraph": lambda: self,
         }.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
+        monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", self.own)  # torch 2.8 makes one in any case
         monkeypatch.setattr("specdec.static._forget_workspaces", lambda: self.told.append("forget"))
         monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
         for name, value in {"_capture": True, "_stream": self.own, "_pass": told}.items():

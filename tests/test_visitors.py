@@ -71,12 +71,12 @@ def wait(frames: Iterator[Frame], handlers: ChatHandlers, name: str, place: str)
 def test_who_waits_sees_the_place_and_who_leaves_frees_theirs(slow: ChatHandlers) -> None:
     first = begin(slow, "a")
     second, third = (slow.send("question", visitor(name), *SHORT) for name in "bc")
-    wait(second, slow, "b", "waiting for 1 other reply")
-    assert "waiting for 1 other reply" in next(second)[2], "the panel must say so, too"
-    wait(third, slow, "c", "waiting for 2 other replies")
+    wait(second, slow, "b", "waiting for 1 other before this one")
+    assert "waiting for 1 other before this one" in next(second)[2], "the panel must say so, too"
+    wait(third, slow, "c", "waiting for 2 others before this one")
     second.close()  # type: ignore[attr-defined]  # what Gradio does when the tab closes
     slow.leave(visitor("b"))
-    wait(third, slow, "c", "waiting for 1 other reply")
+    wait(third, slow, "c", "waiting for 1 other before this one")
     slow.stop(visitor("a"))
     list(first)
     list(third)
@@ -89,7 +89,7 @@ def test_an_audit_waits_visibly_and_frees_its_place_when_its_visitor_leaves(slow
     first = begin(slow, "a")
     audit = slow.audit(visitor("b"))
     notices = slow.tabs.chat("b").messages[1].notices
-    while not (notices and notices[-1] == "audit: waiting for 1 other reply"):
+    while not (notices and notices[-1] == "audit: waiting for 1 other before this one"):
         next(audit)
         notices = slow.tabs.chat("b").messages[1].notices
     audit.close()  # type: ignore[attr-defined]
@@ -100,6 +100,18 @@ def test_an_audit_waits_visibly_and_frees_its_place_when_its_visitor_leaves(slow
     assert len(slow.replies.turns._line) == 1
     slow.stop(visitor("a"))
     list(first)
+
+
+def test_a_comparison_waits_visibly_until_its_turn_comes(slow: ChatHandlers) -> None:
+    first = begin(slow, "a")
+    race = slow.comparisons.run("b", "question", ["plain", "tree"], Settings.read(*SHORT))
+    told = [json.loads(next(race))["status"] for _ in range(5)]  # some are told while nothing happens
+    assert (told[0], set(told[1:])) == ("The engine is getting ready …", {"Waiting for 1 other before this one …"})
+    slow.stop(visitor("a"))
+    list(first)
+    *told, last = [json.loads(payload) for payload in race]
+    assert {"Lane 1 of 2: plain", "Lane 2 of 2: tree"} <= {payload["status"] for payload in told}
+    assert len(last["lanes"]) == 2
 
 
 def test_the_engine_is_never_entered_twice(slow: ChatHandlers) -> None:

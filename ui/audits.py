@@ -20,6 +20,7 @@ from ui.turns import GaveUp, in_line
 PREFIX = "audit"
 GOOD = PREFIX + " ✓"
 """How a line begins that says that all is well."""
+_EXACT = (torch.float32, torch.float64)
 
 
 def check(replies: Replies, chat: Chat) -> Generator[str, None, None]:
@@ -57,13 +58,18 @@ def _line(event: int | Audit, finished: Finished, dtype: torch.dtype) -> str:
     return f"{verdict}: {describe(event, finished.settings.temperature > 0, dtype)}"
 
 
+def why_differing(dtype: torch.dtype, near: bool = True) -> str:
+    """Why a pass of another shape chose another token; ``near``: the target's first two choices were a near tie."""
+    rounds = near and dtype not in _EXACT
+    return f"{'rounding tips near ties' if rounds else 'this should not happen'} in {dtype_name(dtype)}"
+
+
 def describe(report: Audit, sampled: bool, dtype: torch.dtype) -> str:
     """The verdict in one line."""
     choice = "draw under the same noise" if sampled else "choice"
-    exact = dtype in (torch.float32, torch.float64)
     if report.first_difference is not None:
-        why = f"{'this should not happen' if exact else 'rounding tips near ties'} in {dtype_name(dtype)}"
-    elif exact:
+        why = why_differing(dtype)
+    elif dtype in _EXACT:
         why = "the text is exactly what plain decoding says"
     else:
         why = f"every token is its own; in {dtype_name(dtype)} a plain run may still tip near ties the other way"

@@ -101,7 +101,10 @@ class ChatHandlers:
         """Let the target check the last reply; how it stands, and at last the verdict, is written below it."""
         tab = _tab(request)
         chat = self.tabs.chat(tab)
-        if not chat.messages or chat.busy:
+        if chat.busy:
+            gr.Info("The audit checks a finished reply: let this one end, or stop it.")
+            return
+        if not chat.messages:
             return
         reply = chat.messages[-1]
         kept = others = [notice for notice in reply.notices if not notice.startswith(PREFIX)]
@@ -187,16 +190,22 @@ class ChatHandlers:
             chat.prompt(settings.system_prompt),
             lambda token_ids: token_texts(self.engine.tokenizer, token_ids),
         )
-        with closing(self.replies.write(chat, writing, settings, details=True)) as batches:
-            next(batches)
-            yield self._frame(chat, box=box or _box(busy=True), panel=feed.start(), shelf=_shelf(chat))
-            for steps in batches:
-                if self._shows(tab, chat, writing):
+        try:
+            with closing(self.replies.write(chat, writing, settings, details=True)) as batches:
+                next(batches)
+                yield self._frame(chat, box=box or _box(busy=True), panel=feed.start(), shelf=_shelf(chat))
+                for steps in batches:
+                    if not self._shows(tab, chat, writing):
+                        continue
+                    if steps and not feed.recorder.records:  # another model may have come while this reply waited
+                        feed.recorder.header["model"] = self.model_facts
+                        feed.start()
                     yield self._frame(chat, panel=feed.steps(steps) if steps else feed.note(writing.place))
+        finally:
+            writing.unheard = feed.error(reply.notices[-1]) if reply.state == "failed" else feed.end(writing.reason)
         if self._shows(tab, chat, writing):
-            yield self._frame(
-                chat, panel=feed.error(reply.notices[-1]) if reply.state == "failed" else feed.end(writing.reason)
-            )
+            yield self._frame(chat, panel=writing.unheard)
+            writing.unheard = ""
 
     def _shows(self, tab: str, chat: Chat, writing: Writing) -> bool:
         """Whether the tab still shows this reply: not another chat, nor the next reply."""
@@ -207,7 +216,7 @@ class ChatHandlers:
 
     def _whole(self, chat: Chat, left: Chat | None = None, **box: Any) -> Frame:
         """All of a chat as it stands; ``left``: the one that the tab showed before."""
-        panel = SKIP if chat.writing else ""
+        panel = "" if chat.writing is None else chat.writing.unheard or SKIP
         return self._frame(chat, _box(chat.busy, **box), panel, self._meter(chat), _shelf(chat, left))
 
     def _frame(self, chat: Chat, box: Any = SKIP, panel: Any = SKIP, meter: Any = SKIP, shelf: Any = SKIP) -> Frame:

@@ -61,12 +61,14 @@ class Writing:
     """A reply that is being written; set ``stop`` and it ends within a step.
 
     ``place`` tells its place in the queue while it waits, ``reason`` why it ended: a finish reason of a step, or "time".
+    ``unheard`` is what the panel has yet to be told of the end.
     """
 
     reply: Message
     stop: threading.Event = field(default_factory=threading.Event)
     place: str = ""
     reason: str = ""
+    unheard: str = ""
 
 
 @dataclass(frozen=True, slots=True)

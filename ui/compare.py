@@ -15,19 +15,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from specdec.devices import dtype_name
 from specdec.prompt import Prompt
 from specdec.request import Decoding
 from specdec.text import token_texts
+from ui.audits import why_differing
 from ui.errors import explain
 from ui.limits import Clock, LimitError
 from ui.pump import Pump
 from ui.replies import Replies, Waiting
 from ui.settings import Settings
 from ui.trace import Json, Recorder
-from ui.turns import GaveUp
+from ui.turns import GaveUp, Stops, in_line
 
 LANES: tuple[Decoding, ...] = ("plain", "linear", "tree")
+NEAR_TIE = 0.5
+"""Logits; where the target's first two choices are that near, rounding may tip them (bfloat16, measured: up to 0.375)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,43 +54,40 @@ class Comparisons:
 
     def __init__(self, replies: Replies) -> None:
         self._replies = replies
-        self._stops: dict[str, threading.Event] = {}
+        self._stops = Stops()
 
     def run(self, tab: str, text: str, decodings: Sequence[str], settings: Settings) -> Iterator[str]:
         """Compare ``decodings`` on one prompt; yields payloads for the page's race."""
-        self.stop(tab)
         settings = self._replies.limits.settings(settings)
-        stop = self._stops[tab] = threading.Event()
         lanes = [Lane(decoding, self._recorder(text, decoding, settings)) for decoding in LANES if decoding in decodings]
         if not text.strip() or len(lanes) < 2:
             yield _payload(error="A comparison needs a prompt and at least two lanes.")
             return
-        yield _payload(status="The engine is getting ready …")
+        told: Json = {"status": "The engine is getting ready …"}
         difference: Json | None = None
-        try:
-            for events in Pump(partial(self._race, text, lanes, settings, stop)).batches():
-                for event in events:
-                    if isinstance(event, Waiting):
-                        yield _payload(status=f"Waiting: {event.ahead} before this one …")
-                    elif isinstance(event, dict):
-                        difference = event
-                if not events or isinstance(events[-1], Lane):
-                    yield _payload(**_status(lanes))
-            if stop.is_set() or difference is None:
-                yield _payload(status="Stopped.")
-            else:
-                yield _payload(lanes=[lane.to_json() for lane in lanes], agreement=difference)
-        except Exception as error:
-            yield _payload(error=explain(error))
-        finally:
-            stop.set()
-            if self._stops.get(tab) is stop:
-                del self._stops[tab]
+        with self._stops.begin(tab) as stop:
+            try:
+                yield _payload(**told)
+                for events in Pump(partial(self._race, text, lanes, settings, stop)).batches():
+                    for event in events:
+                        match event:
+                            case Waiting(ahead):
+                                told = {"status": f"{in_line(ahead).capitalize()} …"}
+                            case Lane():
+                                told = _status(lanes, event)
+                            case _:
+                                difference = event
+                    yield _payload(**told)
+                if stop.is_set() or difference is None:
+                    yield _payload(status="Stopped.")
+                else:
+                    yield _payload(lanes=[lane.to_json() for lane in lanes], agreement=difference)
+            except Exception as error:
+                yield _payload(error=explain(error))
 
     def stop(self, tab: str) -> None:
         """End the tab's comparison, if one is running."""
-        if stop := self._stops.pop(tab, None):
-            stop.set()
+        self._stops.stop(tab)
 
     def _recorder(self, text: str, decoding: str, settings: Settings) -> Recorder:
         facts = {**settings.facts(), "decoding": decoding}
@@ -119,30 +118,43 @@ class Comparisons:
             self._replies.turns.run(work, stop.is_set, lambda ahead: put(Waiting(ahead)))
 
     def _agreement(self, prompt: Prompt, lanes: list[Lane], settings: Settings) -> Json:
-        """Whether the lanes say the same; else where they part, and how near a tie the target saw there."""
-        reference = lanes[0].token_ids
-        for lane in lanes[1:]:
-            token_ids = lane.token_ids
-            if token_ids == reference:
-                continue
-            position = next((i for i, (a, b) in enumerate(zip(reference, token_ids, strict=False)) if a != b), None)
-            if position is None:  # one ends where the other goes on
-                position = min(len(reference), len(token_ids)) - 1
-            report = self._replies.decoder.audit(prompt, tuple(reference[: position + 1]), settings, lambda: False)
-            return {
-                "same": False,
-                "lanes": [lanes[0].decoding, lane.decoding],
+        """Whether the lanes say the same; else who says what the first one says, and where the others part from it.
+
+        With that comes how near a tie the target saw there, and why the choice may differ.
+        """
+        said: dict[tuple[int, ...], list[str]] = {}
+        for lane in lanes:
+            said.setdefault(tuple(lane.token_ids), []).append(lane.decoding)
+        (reference, agreeing), *others = said.items()
+        if not others:
+            return {"same": True, "tokens": len(reference)}
+        positions = [_parting(reference, token_ids) for token_ids, _ in others]
+        report = self._replies.decoder.audit(prompt, reference[: max(positions) + 1], settings, lambda: False)
+        margins: list[float] = report.margins.tolist()
+        dtype, scale = self._replies.engine.model.dtype, settings.temperature or 1.0  # from scores to logits
+        apart = [
+            {
+                "lanes": names,
                 "position": position,
-                "margin": float(report.margins[-1]),
-                "dtype": dtype_name(self._replies.engine.model.dtype),
+                "margin": margins[position],
+                "why": why_differing(dtype, margins[position] * scale <= NEAR_TIE),
             }
-        return {"same": True, "tokens": len(reference)}
+            for (_, names), position in zip(others, positions, strict=True)
+        ]
+        return {"same": False, "lanes": agreeing, "apart": apart}
 
 
-def _status(lanes: Sequence[Lane]) -> Json:
-    begun = [lane for lane in lanes if lane.recorder.records] or [lanes[0]]
-    lane, place = begun[-1], len(begun)
-    return {"status": f"Lane {place} of {len(lanes)}: {lane.decoding}", "tokens": lane.recorder.stats.tokens}
+def _parting(one: Sequence[int], other: Sequence[int]) -> int:
+    """Where two replies part: at the first token that differs, else at the last one that both have."""
+    shorter = min(len(one), len(other))
+    return next((i for i in range(shorter) if one[i] != other[i]), shorter - 1)
+
+
+def _status(lanes: Sequence[Lane], lane: Lane) -> Json:
+    return {
+        "status": f"Lane {lanes.index(lane) + 1} of {len(lanes)}: {lane.decoding}",
+        "tokens": lane.recorder.stats.tokens,
+    }
 
 
 def _payload(**content: Any) -> str:

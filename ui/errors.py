@@ -21,5 +21,5 @@ def explain(error: Exception) -> str:
     line = " ".join(str(error).split())[:300]
     if isinstance(error, MemoryFullError | PromptError | RequestError | LimitError):
         return line[:1].upper() + line[1:]
-    log.error("a reply failed", exc_info=error)
+    log.error("the engine failed", exc_info=error)
     return f"The engine failed ({type(error).__name__}: {line}). The chat goes on: try again, or change the settings."

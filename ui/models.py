@@ -21,10 +21,11 @@ from specdec.errors import LoadError
 from specdec.folders import cache_folder
 from specdec.target import UnsupportedModelError
 from ui.chats import Tabs
-from ui.keeper import MemoryKeeper, count
+from ui.errors import explain
+from ui.keeper import MemoryKeeper
 from ui.pump import Pump
 from ui.replies import Replies
-from ui.turns import GaveUp
+from ui.turns import Stops, in_line
 
 SUGGESTIONS = (
     EMBEDDED_NAME,
@@ -74,6 +75,7 @@ class Models:
         Raises LoadError or UnsupportedModelError; the present model then stays.
         """
         engine = chat_engine(name, progress=progress, **self._loading)
+        engine.pass_cost = engine.target.measure_cost(progress=progress)  # now: ``progress`` is not to end a reply
         if self._keeper is not None:
             self._keeper.save()
         self._tabs.cool()
@@ -105,7 +107,7 @@ class ModelSection:
         self._models = models
         self._replies = replies
         self._show = show
-        self._stop = threading.Event()
+        self._stops = Stops()
         name = gr.Dropdown(
             models.names(),
             value=None,
@@ -120,26 +122,24 @@ class ModelSection:
         line = gr.HTML("", elem_id="model-line")
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
         load.click(self.load, name, [line, header, name, load, stop], concurrency_limit=None, **quiet)
-        stop.click(lambda: self._stop.set(), queue=False, **quiet)
+        stop.click(self.stop, queue=False, **quiet)
 
-    def load(self, name: str | None) -> Iterator[tuple[Any, Any, Any, Any, Any]]:
-        """Exchange the model; yields for (line, header, name, load, stop)."""
+    def load(self, name: str | None, request: gr.Request) -> Iterator[tuple[Any, Any, Any, Any, Any]]:
+        """Exchange the model; yields for (line, header, name, load, stop). A tab that goes away ends it."""
         name = (name or "").strip()
         if not name:
             yield _line("Name a model first."), gr.skip(), gr.skip(), gr.skip(), gr.skip()
             return
-        stop = self._stop = threading.Event()
         said = f"Still {self._replies.engine.name}."
-        yield _line("Looking for the model …"), gr.skip(), gr.skip(), gr.update(interactive=False), gr.update(visible=True)
-        try:
-            for news in self._changing(name, stop):
-                if news:
-                    yield _line(*news[-1]), gr.skip(), gr.skip(), gr.skip(), gr.skip()
-            said = f"{self._replies.engine.name} is ready."
-        except (Stopped, GaveUp):
-            said = f"Stopped. {said}"
-        except (LoadError, UnsupportedModelError, OSError) as error:
-            said = f"Stopped. {said}" if stop.is_set() else f"{error} {said}".replace("--model", _FIELD)
+        with self._stops.begin(request.session_hash or "") as stop:
+            yield _line("Looking for the model …"), gr.skip(), gr.skip(), gr.update(interactive=False), gr.update(visible=True)
+            try:
+                for news in self._changing(name, stop):
+                    line = _line(*news[-1]) if news else gr.skip()
+                    yield line, gr.skip(), gr.skip(), gr.skip(), gr.skip()
+                said = f"{self._replies.engine.name} is ready."
+            except Exception as error:
+                said = f"Stopped. {said}" if stop.is_set() else f"{_reason(error)} {said}"
         yield (
             _line(said),
             self._show(),
@@ -148,21 +148,35 @@ class ModelSection:
             gr.update(visible=False),
         )
 
+    def stop(self, request: gr.Request) -> None:
+        """End what this tab loads."""
+        self._stops.stop(request.session_hash or "")
+
     def _changing(self, name: str, stop: threading.Event) -> Iterator[list[News]]:
         """Exchange the model when the engine is free; what there is to tell meanwhile."""
 
         def produce(put: Callable[[News], None]) -> None:
+            def tell(text: str, fraction: float | None) -> None:
+                put((text[:1].upper() + text[1:], fraction))
+
             def progress(text: str, fraction: float | None) -> None:
                 if stop.is_set():
                     raise Stopped
-                put((text[:1].upper() + text[1:], fraction))
+                tell(text, fraction)
 
-            def waiting(ahead: int) -> None:
-                put((f"Waiting for {count(ahead, 'reply')}", None))
+            def change() -> None:
+                self._models.change(name, progress)
 
-            self._replies.turns.run(lambda: self._models.change(name, progress), stop.is_set, waiting)
+            self._replies.turns.run(change, stop.is_set, lambda ahead: tell(in_line(ahead), None))
 
         return Pump(produce).batches()
+
+
+def _reason(error: Exception) -> str:
+    """Why a model cannot be loaded, in one line."""
+    if isinstance(error, LoadError | UnsupportedModelError | OSError):
+        return str(error).replace("--model", _FIELD)
+    return explain(error)
 
 
 def _line(text: str, fraction: float | None = -1.0) -> str:

@@ -29,6 +29,7 @@ _LATEX: list[dict[str, str | bool]] = [
     {"left": "\\[", "right": "\\]", "display": True},
     {"left": "\\(", "right": "\\)", "display": False},
 ]
+_QUICK: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "queue": False}
 _EMPTY = (
     "## Ask something, and watch it being guessed\n\n"
     "A quick guesser drafts a **tree** of possible next words; the model checks the whole tree in **one pass** and keeps "
@@ -79,17 +80,12 @@ def build(
             with gr.Tab("Compare"):
                 CompareTab(handlers.comparisons)
         relay = Relay()
-        _wire(handlers, relay, parts, panel, saved, new)
+        settled = _wire(handlers, relay, parts, panel, saved, new)
         demo.unload(handlers.leave)
         demo.unload(relay.leave)
-        if loading is not None:  # the model may have been changed since the page was built
-            demo.load(
-                lambda: _header(handlers.model_facts),
-                outputs=header,
-                show_progress="hidden",
-                api_visibility="private",
-                queue=False,
-            )
+        if loading is not None:  # another tab may have changed the model
+            for happened in (demo.load, *(event.then for event in settled)):
+                happened(lambda: _header(handlers.model_facts), outputs=header, **_QUICK)
         api(handlers.api, api_name="chat", concurrency_limit=None)
     _queue(demo)
     return demo  # type: ignore[no-any-return]
@@ -204,24 +200,26 @@ def _setting_fields() -> list[Any]:
     return [decoding, budget, temperature, top_p, seed, max_tokens, system_prompt]
 
 
-def _wire(handlers: ChatHandlers, relay: Relay, parts: _ChatParts, panel: gr.HTML, saved: gr.HTML, new: gr.Button) -> None:
+def _wire(handlers: ChatHandlers, relay: Relay, parts: _ChatParts, panel: gr.HTML, saved: gr.HTML, new: gr.Button) -> list[Any]:
+    """Wire the chat; returns the events at which a reply has ended."""
     chatbot, box, fields = parts.chatbot, parts.box, parts.settings
     frame = [chatbot, box, panel, parts.meter, saved]
-    quick: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "queue": False}
     # The handlers queue for the engine themselves (`ui.turns`), so that a waiting page can say so.
-    slow: dict[str, Any] = {**quick, "queue": True, "concurrency_limit": None}
+    slow: dict[str, Any] = {**_QUICK, "queue": True, "concurrency_limit": None}
     beginnings = [
-        box.submit(relay.begin(handlers.send), [box, *fields], frame, **quick),
-        *(button.click(relay.begin(handlers.send), [prompt, *fields], frame, **quick) for button, prompt in parts.examples),
-        chatbot.retry(relay.begin(handlers.retry), fields, frame, **quick),
-        chatbot.edit(relay.begin(handlers.edit), fields, frame, **quick),
+        box.submit(relay.begin(handlers.send), [box, *fields], frame, **_QUICK),
+        *(button.click(relay.begin(handlers.send), [prompt, *fields], frame, **_QUICK) for button, prompt in parts.examples),
+        chatbot.retry(relay.begin(handlers.retry), fields, frame, **_QUICK),
+        chatbot.edit(relay.begin(handlers.edit), fields, frame, **_QUICK),
     ]
+    settled = []
     for begun in beginnings:
         streamed = begun.success(relay.stream, None, [chatbot, panel], trigger_mode="multiple", **slow)
-        streamed.then(handlers.settle, None, frame, trigger_mode="multiple", **quick)
-    chatbot.undo(handlers.undo, outputs=frame, **quick)
-    box.stop(handlers.stop, **quick)
+        settled.append(streamed.then(handlers.settle, None, frame, trigger_mode="multiple", **_QUICK))
+    chatbot.undo(handlers.undo, outputs=frame, **_QUICK)
+    box.stop(handlers.stop, **_QUICK)
     parts.audit.click(handlers.audit, outputs=frame, **slow)
-    gr.on([chatbot.clear, new.click], handlers.clear, outputs=frame, **quick)
-    saved.select(handlers.open, outputs=frame, **quick)
-    saved.delete(handlers.delete, outputs=frame, **quick)
+    gr.on([chatbot.clear, new.click], handlers.clear, outputs=frame, **_QUICK)
+    saved.select(handlers.open, outputs=frame, **_QUICK)
+    saved.delete(handlers.delete, outputs=frame, **_QUICK)
+    return settled

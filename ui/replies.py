@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ _ENDINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Somebody else's reply comes first; ``ahead`` of them."""
+    """Others come first; ``ahead`` of them."""
 
     ahead: int
 
@@ -88,6 +89,7 @@ class Replies:
         token_ids: list[int] = []
         prompt: Prompt | None = None
         step: Step | None = None
+        notes: Counter[str] = Counter()
         try:
             yield []
             for events in self._events(chat, messages, settings, stop, clock, details):
@@ -103,13 +105,14 @@ class Replies:
                             reply.notices = self._trimmed(prompt)
                 for step in steps:
                     stats.add(step)
+                    notes.update(filter(None, [step.note]))
                     token_ids += step.token_ids
                     reply.text += step.text
                     reply.footer = ""
                 yield steps
             reply.state = "done" if step is not None and step.finish_reason not in (None, "cancelled") else "stopped"
-            if step is not None and step.note and not stats.drafted:
-                reply.notices.append(step.note)
+            if not stats.drafted:
+                reply.notices += [note for note, _ in notes.most_common(1)]
         except Exception as error:
             reply.state = "failed"
             reply.notices.append(explain(error))

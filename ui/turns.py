@@ -34,12 +34,36 @@ _GLANCE = 0.1  # seconds between two looks at whether somebody who waits has giv
 
 
 def in_line(ahead: int) -> str:
-    """What to tell somebody who waits for a turn with ``ahead`` others before."""
-    return f"waiting for {ahead} other {'reply' if ahead == 1 else 'replies'}"
+    """What to tell somebody who waits for a turn: ``ahead`` others come first, with a reply, a comparison, a model to load."""
+    return f"waiting for {ahead} {'other' if ahead == 1 else 'others'} before this one"
 
 
 class GaveUp(Exception):
     """Whoever waited for a turn was told to stop before it came."""
+
+
+class Stops:
+    """A stop signal for what each tab has begun, so that a tab ends its own work and no other's."""
+
+    def __init__(self) -> None:
+        self._signals: dict[str, threading.Event] = {}
+
+    @contextmanager
+    def begin(self, tab: str) -> Iterator[threading.Event]:
+        """The signal of new work, which ends the tab's work before; it is set once the new one is left, however that ends."""
+        self.stop(tab)
+        signal = self._signals[tab] = threading.Event()
+        try:
+            yield signal
+        finally:
+            signal.set()
+            if self._signals.get(tab) is signal:
+                del self._signals[tab]
+
+    def stop(self, tab: str) -> None:
+        """End the tab's work, if there is any."""
+        if signal := self._signals.pop(tab, None):
+            signal.set()
 
 
 class Turns:

@@ -19,16 +19,15 @@
     return event.defaultPrevented || event.isComposing || event.target.closest?.("select, [role=combobox]");
   }
 
-  /** Stop the reply or the comparison, whichever is in sight. */
-  function stopWhatIsShown() {
-    const buttons = [...document.querySelectorAll("#box .stop-button, #compare-stop")];
-    buttons.find((button) => button.offsetParent)?.click();
+  /** The one of these that is in sight: of the chat, or of Compare. */
+  function inSight(selector) {
+    return [...document.querySelectorAll(selector)].find((found) => found.offsetParent);
   }
 
   addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && !isTaken(event)) stopWhatIsShown();
+    if (event.key === "Escape" && !isTaken(event)) inSight("#box .stop-button, #compare-stop")?.click();
     if (event.key === "/" && !typing(event.target) && !event.ctrlKey && !event.metaKey && !event.altKey) {
-      document.querySelector("#box textarea")?.focus();
+      inSight("#box textarea, #compare-prompt textarea")?.focus();
       event.preventDefault();
     }
   });

@@ -28,7 +28,8 @@
       this.medal = element("span", { class: "medal" });
       this.bar = element("div", { class: "done" });
       this.line = element("p", { class: "note counts" });
-      this.text = element("p", { class: "said", dir: "auto" });
+      const reachable = { tabindex: "0", role: "region", "aria-label": `what ${decoding} said` };
+      this.text = element("p", { class: "said", dir: "auto", ...reachable });
       const tree = element("div", { class: "lane-tree" });
       this.host = element(
         "section",
@@ -149,12 +150,12 @@
       return element("h3", { class: "race-headline" }, text);
     }
 
-    badge(agreement) {
-      const { same, tokens, lanes, position, margin, dtype } = agreement;
-      const apart = `there the target's first two choices were ${margin?.toFixed(4)} logits apart`;
-      const text = same
-        ? `✓ identical: all ${tokens} tokens`
-        : `≠ ${lanes?.join(" and ")} part at token ${position + 1}: ${apart}. In ${dtype}, rounding decides such near ties; float32 has none.`;
+    badge({ same, tokens, lanes, apart }) {
+      const those = (names) => (names.length > 1 ? `${names.join(" and ")}, which agree,` : names[0]);
+      const parting = (group) =>
+        `${those(group.lanes)} ${group.lanes.length > 1 ? "part" : "parts"} from ${those(lanes)} at token ${group.position + 1}, ` +
+        `where the target's first two choices were ${group.margin.toFixed(4)} logits apart (${group.why})`;
+      const text = same ? `✓ identical: all ${tokens} tokens` : `≠ ${apart.map(parting).join("; ")}`;
       return element("p", { class: `race-badge ${same ? "same" : "differs"}` }, text);
     }
 

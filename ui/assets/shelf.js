@@ -29,11 +29,29 @@
       this.draw();
     }
 
+    /** Draw the list, unless a name is being typed or a menu is open: then once that is over. */
     draw() {
+      this.late = Boolean(this.list.querySelector(".rename, .menu[open]"));
+      if (this.late) return;
       const current = sessionStorage.getItem(CURRENT);
       const rows = all().map((record) => this.row(record, record.id === current));
-      const empty = make("p", { className: "none", textContent: EMPTY });
-      this.list.replaceChildren(...(rows.length ? rows : [empty]));
+      const lines = [...room(), rows.length ? "" : EMPTY].filter(Boolean);
+      const refocus = this.focusKeeper();
+      this.list.replaceChildren(...rows, ...lines.map((textContent) => make("p", { className: "none", textContent })));
+      refocus(rows);
+    }
+
+    /** How to give the focus back to its row once that is drawn anew; where it is gone, to its neighbour. */
+    focusKeeper() {
+      const { activeElement } = document;
+      const row = this.list.contains(activeElement) ? activeElement.closest(".row") : null;
+      if (!row) return () => {};
+      const part = activeElement.matches(".open") ? ".open" : "summary";
+      const place = [...this.list.children].indexOf(row);
+      return (rows) => {
+        const next = rows.find((other) => other.dataset.id === row.dataset.id) ?? rows[Math.min(place, rows.length - 1)];
+        (next?.querySelector(part) ?? document.querySelector("#new-chat"))?.focus();
+      };
     }
 
     row(record, shown) {
@@ -48,7 +66,18 @@
       menu.addEventListener("focusout", (event) => {
         if (!menu.contains(event.relatedTarget)) menu.open = false;
       });
+      menu.addEventListener("keydown", (event) => {
+        if (event.key !== "Escape" || !menu.open) return;
+        event.preventDefault(); // it does not stop the reply, too
+        leave(menu);
+      });
+      menu.addEventListener("toggle", () => {
+        if (menu.open) return;
+        menu.lastChild.replaceWith(this.actions(record, menu));
+        if (this.late) this.draw();
+      });
       const row = make("div", { className: "row" });
+      row.dataset.id = record.id;
       row.append(open, menu);
       return row;
     }
@@ -59,16 +88,14 @@
         Rename: () => this.rename(record, menu.parentElement),
         "Export as Markdown": () => download(`${fileName(record)}.md`, markdown(record), "text/markdown"),
         "Export as JSON": () => download(`${fileName(record)}.json`, json(record), "application/json"),
-        Delete: () => this.remove(record),
       };
-      for (const [name, act] of Object.entries(actions)) {
-        const button = make("button", { type: "button", textContent: name });
-        button.onclick = () => {
-          menu.open = false;
-          act();
-        };
-        box.append(button);
-      }
+      const choose = (act) => () => {
+        leave(menu);
+        act();
+      };
+      for (const [name, act] of Object.entries(actions)) box.append(button(name, choose(act)));
+      const remove = [button("Keep it", choose(() => {})), button("Delete it", choose(() => this.remove(record)))];
+      box.append(button("Delete", () => ask(box, "Delete this chat?", remove)));
       return box;
     }
 
@@ -79,15 +106,18 @@
         field.onblur = null;
         const title = field.value.trim();
         if (save && title) keep({ ...(read(record.id) ?? record), title, ownTitle: title });
+        field.classList.remove("rename");
         this.draw();
       };
       field.onkeydown = (event) => {
-        if (event.key === "Enter") done(true);
-        if (event.key === "Escape") done(false);
         event.stopPropagation();
+        if (event.key !== "Enter" && event.key !== "Escape") return;
+        event.preventDefault(); // it does not open the menu, which gets the focus
+        done(event.key === "Enter");
       };
-      field.onblur = () => done(true);
+      field.onblur = () => setTimeout(() => done(true)); // when the focus is where it goes
       row.replaceChildren(field);
+      field.focus();
       field.select();
     }
 
@@ -100,6 +130,26 @@
 
   function make(tag, properties) {
     return Object.assign(document.createElement(tag), properties);
+  }
+
+  function button(textContent, onclick) {
+    return make("button", { type: "button", textContent, onclick });
+  }
+
+  /** Close a menu that has the focus. */
+  function leave(menu) {
+    menu.querySelector("summary").focus();
+    menu.open = false;
+  }
+
+  /** Put a question in the place of what a menu offers. */
+  function ask(box, question, answers) {
+    const offered = [...box.children];
+    box.append(make("p", { className: "none", textContent: question }), ...answers);
+    box.setAttribute("role", "group");
+    box.setAttribute("aria-label", question);
+    answers[0].focus(); // before what had the focus goes, or the menu would close
+    offered.forEach((entry) => entry.remove());
   }
 
   function read(id) {
@@ -117,18 +167,38 @@
     return records.sort((a, b) => b.updated - a.updated);
   }
 
-  /** Store a chat; where the browser's storage is full the oldest ones make room. */
+  /** Chats that made room since this page was loaded, and whether there was none for the latest one. */
+  let dropped = 0;
+  let full = false;
+
+  /** What there is to say about room, in lines. */
+  function room() {
+    const old = dropped === 1 ? "The oldest chat was" : `The ${dropped} oldest chats were`;
+    const most = `at most ${MOST} are kept, fewer where the browser's storage is full.`;
+    return [
+      dropped ? `${old} deleted to make room: ${most}` : "",
+      full ? "This chat is not saved: the browser's storage is full." : "",
+    ];
+  }
+
+  /** Store a chat; beyond the most that are kept, or where the browser's storage is full, the oldest ones make room. */
   function keep(record) {
     const others = all().filter((other) => other.id !== record.id);
     const text = JSON.stringify({ ...record, updated: Date.now() });
-    for (const old of others.splice(MOST - 1)) localStorage.removeItem(PREFIX + old.id);
+    const drop = (old) => {
+      localStorage.removeItem(PREFIX + old.id);
+      dropped++;
+    };
+    others.splice(MOST - 1).forEach(drop);
     for (;;) {
       try {
-        return localStorage.setItem(PREFIX + record.id, text);
+        localStorage.setItem(PREFIX + record.id, text);
+        full = false;
+        return;
       } catch {
-        const oldest = others.pop();
-        if (!oldest) return undefined;
-        localStorage.removeItem(PREFIX + oldest.id);
+        full = !others.length;
+        if (full) return;
+        drop(others.pop());
       }
     }
   }

@@ -6,16 +6,20 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import networkx as nx
 import pytest
 from steps import random_steps, random_trace, token_text
+from toys import tiny_engine
 
 from specdec.draw import to_networkx, to_node_link_json, tree_figure, write_graphml
+from specdec.step import FinishReason
+from specdec.tree import Source
 from ui import trace as traces
 from ui.frontend import EXAMPLE
 from ui.panel import replay
+from ui.record import main as record_trace
 from ui.trace import TraceError, load_trace, save_trace, to_html
 
 
@@ -50,6 +54,23 @@ def test_the_recorded_example_is_a_trace_with_details() -> None:
     assert all(record["target"] for record in example["steps"])
     assert any(len(record["token_ids"]) >= 3 for record in example["steps"])
     assert "/" not in example["model"]["name"].removeprefix("Qwen/")
+
+
+def test_the_format_names_every_field_and_word_of_a_record(trace: dict[str, Any]) -> None:
+    told = set(re.findall(r'"(\w+)"', traces.__doc__ or ""))
+    record = trace["steps"][0]
+    parts = [trace, record, *(part for part in record.values() if isinstance(part, dict))]
+    fields = {name for part in parts for name in part}
+    assert fields | set(get_args(FinishReason)) | {source.name.lower() for source in Source} <= told
+
+
+def test_a_recorded_trace_tells_model_number_format_and_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ui.record.SpeculativeEngine", lambda model: tiny_engine())
+    arguments = ["--prompt", "Hello", "--max-new-tokens", "4", "--budget", "4", "--out", str(tmp_path / "reply.json")]
+    monkeypatch.setattr("sys.argv", ["record", *arguments])
+    record_trace()
+    facts = {"name": tiny_engine().name, "dtype": "float32", "device": "cpu"}
+    assert load_trace(tmp_path / "reply.json")["model"] == facts
 
 
 BROKEN = [

@@ -31,7 +31,11 @@ def main() -> None:
     engine = SpeculativeEngine(options.model)
     prompt = [{"role": "user", "content": options.prompt}]
     settings = {"decoding": "tree", "budget": options.budget, "max_new_tokens": options.max_new_tokens}
-    model = {"name": Path(engine.name).name, "dtype": dtype_name(engine.model.dtype)}
+    model = {
+        "name": Path(engine.name).name,
+        "dtype": dtype_name(engine.model.dtype),
+        "device": str(engine.target.device),
+    }
     recorder = Recorder(model, settings, prompt, partial(token_texts, engine.tokenizer))
     for step in engine.stream(prompt, details=True, do_sample=False, **settings):
         recorder.add(step)

@@ -11,9 +11,41 @@ The format (JSON, UTF-8)::
       "steps":    [record, ...]
     }
 
-A *record* is `Step.to_json()` plus ``texts`` (the text of every tree node's token), ``token_texts`` (of every emitted
-token), ``next_text`` (of the verdict's ``next_token``) and ``figures`` (`Stats.to_json()` after this step). Figures in a
-file are not trusted: loading recomputes them.
+A *record* is one step, that is one target pass, over a tree of N nodes (the root included) that emitted E tokens::
+
+    "index":          int            # of the step, from 0 without gaps
+    "tree":
+      "token_ids":    [N] ints       # the root first: the last committed token
+      "parents":      [N] ints       # index of each node's parent, before the node; -1 for the root
+      "scores":       [N] floats     # estimated probability, 0 to 1, that the node is accepted; or null
+      "sources":      [N] strings    # "root", "context", "recycled", "memory" or "vocabulary"; or null
+    "verdict":
+      "path":         ints           # indices of the accepted nodes, the root first
+      "next_token":   int            # id of the target's own token after them
+      "kind":         string         # "bonus" (the path ends at a leaf) or "recovered"
+    "token_ids":      [E] ints       # the emitted tokens: the path without its root, then next_token; cut at a stop
+    "text":           string         # the characters that became complete with them
+    "timings":        floats         # seconds of "prefill" (0 but in the first step), "draft", "verify", "accept", "commit"
+    "context_length": int            # tokens before the root
+    "plain_seconds":  float          # seconds of a plain single-token pass at this moment
+    "finish_reason":  string         # of the last step: "eos", "stop_string", "stopping_criteria", "length", "context" or
+                                     # "cancelled"; else null
+    "target":                        # what the target thought of the nodes; or null
+      "probs":        [N] floats     # probability, 0 to 1, of the node after its parent; the root's is 1
+      "ranks":        [N] ints       # how many tokens were likelier there
+    "note":           string         # why nothing was drafted; or null
+    "texts":          [N] strings    # the text of each node's token
+    "token_texts":    [E] strings    # of each emitted token
+    "next_text":      string         # of next_token
+    "figures":                       # totals from the first step to this one; loading recomputes them
+      "tokens", "passes", "drafted", "accepted":        ints   # emitted, target passes, drafted, drafted and emitted
+      "tokens_per_pass", "expected_tokens_per_pass":    floats # the latter as the scores foretold
+      "acceptance_rate":                                float  # accepted / drafted
+      "decode_seconds":                                 float  # all timings but the prefill
+      "tokens_per_second":                              float
+      "speedup", "expected_speedup":                    floats # against plain passes; the latter as the scores foretold
+      "passes_saved":                                   int    # tokens - passes
+      "time_to_first_token":                            float  # seconds of prefill and the first pass
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@
       this.history = null;
       this.position = -1;
       this.canvas.addEventListener("pointerdown", (event) => this.#seek(event));
-      this.canvas.addEventListener("pointermove", (event) => event.buttons === 1 && this.#seek(event));
+      this.canvas.addEventListener("pointermove", (event) => this.canvas.hasPointerCapture(event.pointerId) && this.#seek(event));
       new ResizeObserver(() => this.#draw()).observe(this.canvas);
       specdec.onTheme(() => this.#draw());
     }
@@ -40,13 +40,10 @@
       this.#drawn = state;
       this.#draw();
       const record = history.records[position];
-      if (!record) return;
-      this.canvas.setAttribute("aria-valuemax", history.length);
-      this.canvas.setAttribute("aria-valuenow", position + 1);
-      this.canvas.setAttribute(
-        "aria-valuetext",
-        `step ${position + 1} of ${history.length}: ${words.counted(record.token_ids.length, "token")}`,
-      );
+      const gave = record && words.counted(record.token_ids.length, "token");
+      this.canvas.setAttribute("aria-valuemax", Math.max(1, history.length));
+      this.canvas.setAttribute("aria-valuenow", Math.max(1, position + 1));
+      this.canvas.setAttribute("aria-valuetext", record ? `step ${position + 1} of ${history.length}: ${gave}` : "no step yet");
     }
 
     get #pitch() {

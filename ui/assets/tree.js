@@ -17,6 +17,8 @@
   const LONGEST_INNER = WIDEST - GAP - 14;
   const LABEL_FONT = "12.5px ui-monospace, 'SF Mono', SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
 
+  const heightOf = (rows) => FIRST_ROW + rows * ROW - 8;
+
   function svg(tag, attributes = {}, ...children) {
     const node = document.createElementNS(SVG, tag);
     for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
@@ -77,7 +79,7 @@
     #setHeight(rows) {
       if (rows === this.#tallest) return;
       this.#tallest = rows;
-      this.svg.setAttribute("height", FIRST_ROW + rows * ROW - 8);
+      this.svg.setAttribute("height", heightOf(rows));
     }
 
     get record() {
@@ -127,8 +129,9 @@
       const focused = this.svg.contains(document.activeElement) ? document.activeElement : null;
       const detailed = this.details?.box.hidden === false;
       const layout = (this.#layout = layoutTree(record, this.#expanded ? Infinity : this.rows));
+      const rows = layout.rowCount + (this.#expanded ? 1 : 0); // the last for "show fewer"
       // As high as the tallest tree since it was expanded: what stands below does not jump from step to step.
-      this.#setHeight(this.#expanded ? Math.max(this.#tallest, layout.rowCount + 1) : this.rows);
+      this.#setHeight(this.#expanded ? Math.max(this.#tallest, rows) : this.rows);
       this.#deepest = Math.max(this.#deepest, layout.target.depth, ...layout.nodes.map((node) => node.depth));
       const labels = layout.nodes.map(({ node, endsRow }) =>
         label(record.texts[node], endsRow ? LONGEST_LABEL : LONGEST_INNER),
@@ -147,14 +150,13 @@
       const own = words.stateOf(record, "target");
       kept.edges.push(this.#edge(placed.get(layout.target.parent), target, own));
       kept.nodes.push(this.#targetNode(target));
-      if (layout.more > 0 || this.#expanded)
-        rejected.nodes.push(this.#moreNode(at({ depth: 1, row: layout.rowCount - 1 + (this.#expanded ? 1 : 0) })));
+      if (layout.more > 0 || this.#expanded) rejected.nodes.push(this.#moreNode(at({ depth: 1, row: rows - 1 })));
 
       this.branches.replaceChildren(...rejected.edges, ...rejected.nodes);
       this.path.replaceChildren(...kept.edges, ...kept.nodes);
       const keep = target.x + target.width + 38;
       const width = Math.max(keep, ...[...placed.values()].map((spot) => spot.x + spot.width + 22));
-      this.zoom.setContent({ room: this.width, width, keep });
+      this.zoom.setContent({ room: this.width, width, keep, height: heightOf(rows), tall: heightOf(this.#tallest) });
       const { scale, x } = this.zoom.view;
       this.svg.style.setProperty("--slide", `${own === "target" ? MARGIN - target.x - x / scale : 0}px`);
       if (focused) this.focusNode(focused.dataset.node);

@@ -12,7 +12,7 @@
     constructor(svg, group) {
       this.svg = svg;
       this.group = group;
-      this.content = { room: 1, width: 1, keep: 1 };
+      this.content = { room: 1, width: 1, keep: 1, height: 1, tall: 1 };
       this.reset();
       svg.addEventListener("pointerdown", (event) => this.#grab(event));
       svg.addEventListener("pointermove", (event) => this.#move(event));
@@ -27,7 +27,10 @@
       this.view = { scale: 1, x: 0, y: 0 };
     }
 
-    /** What is drawn: its width, the `room` there is, and `keep`, the x that must stay in sight (the end of the accepted path). */
+    /**
+     * What is drawn: its width, the `room` there is, `keep`, the x that must stay in sight (the end of the accepted path), its
+     * height, and how `tall` the room is.
+     */
     setContent(content) {
       this.content = content;
       if (!this.user) this.#fitView();
@@ -49,15 +52,25 @@
     by(factor, x = this.svg.clientWidth / 2, y = this.svg.clientHeight / 2) {
       const scale = clamp(this.view.scale * factor, 0.25, 3);
       const ratio = scale / this.view.scale;
-      this.view = { scale, x: x - (x - this.view.x) * ratio, y: y - (y - this.view.y) * ratio };
+      this.view = { scale, x: x - (x - this.view.x) * ratio, y: this.#inSight(y - (y - this.view.y) * ratio, scale) };
       this.user = true;
       this.#apply();
+    }
+
+    /** The `y` nearest to this one at which nothing is cut off; any where the room is too low for that. */
+    #inSight(y, scale) {
+      const slack = this.#slack(scale);
+      return slack < 0 ? y : clamp(y, 0, slack);
+    }
+
+    #slack(scale) {
+      return this.content.tall - this.content.height * scale;
     }
 
     #apply() {
       const { scale, x, y } = this.view;
       const { room, width } = this.content;
-      this.svg.classList.toggle("zoomed", scale > 1);
+      this.svg.classList.toggle("overhangs", y < 0 || y > this.#slack(scale));
       this.svg.classList.toggle("cut-left", x < -10);
       this.svg.classList.toggle("cut-right", x + width * scale > room + 10);
       this.group.setAttribute("transform", `translate(${x.toFixed(1)} ${y.toFixed(1)}) scale(${scale.toFixed(3)})`);
@@ -82,7 +95,7 @@
 
     #panTo(x, y) {
       this.user = true;
-      this.view = { ...this.view, x, y };
+      this.view = { ...this.view, x, y: this.#inSight(y, this.view.scale) };
       this.#apply();
     }
 

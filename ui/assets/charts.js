@@ -173,7 +173,7 @@
   const CHARTS = [
     {
       title: "Running speedup",
-      note: "against a plain pass measured here; dotted: as the draft expected",
+      note: "against a plain pass {measured}; dotted: as the draft expected",
       axis: "step",
       build: speedup,
       wide: true,
@@ -249,17 +249,18 @@
 
     #card(host, chart) {
       const plot = words.element("div", { class: "plot" });
+      const noteLine = words.element("span", { class: "note" });
       const value = words.element("strong");
       const head = words.element(
         "header",
         {},
         words.element("h3", {}, chart.title),
-        words.element("span", { class: "note" }, chart.note),
+        noteLine,
         value,
       );
       const axis = words.element("p", { class: "note axis" }, chart.axis);
       host.append(words.element("section", { class: `card chart ${chart.wide ? "wide" : ""}` }, head, plot, axis));
-      return { ...chart, plot, value, drawn: null, due: 0, inSight: false };
+      return { ...chart, plot, noteLine, value, drawn: null, due: 0, inSight: false };
     }
 
     #load(url, onWork) {
@@ -272,6 +273,8 @@
     }
 
     show(history, position, live) {
+      if (history !== this.history)
+        for (const { note, noteLine } of this.charts) noteLine.textContent = note.replace("{measured}", history.measured);
       this.history = history;
       this.position = position;
       this.live = live;

@@ -117,7 +117,7 @@
   /** [key, words under it, how a record's figures show it]. Every figure is computed by the server. */
   const FIGURES = [
     ["tokens per pass", (f) => words.number(f.tokens_per_pass)],
-    ["plain speed", (f) => `${words.number(f.speedup)}×`, () => "measured here"],
+    ["plain speed", (f) => `${words.number(f.speedup)}×`, (_, measured) => measured],
     ["tokens per second", (f) => words.number(f.tokens_per_second, f.tokens_per_second < 100 ? 1 : 0)],
     [
       "passes saved",
@@ -151,11 +151,12 @@
       host.append(...this.cells.map(({ cell }) => cell));
     }
 
-    show(record) {
+    /** `measured`: where the record's times were taken. */
+    show(record, measured) {
       this.cells.forEach(({ value, note }, i) => {
         const [, main, small] = FIGURES[i];
         value.textContent = record ? main(record.figures) : "–";
-        if (small) note.textContent = record ? small(record.figures) : "";
+        if (small) note.textContent = record ? small(record.figures, measured) : "";
       });
     }
   }

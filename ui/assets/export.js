@@ -53,7 +53,9 @@
     await image.decode();
     const canvas = words.element("canvas", { width: image.width * scale, height: image.height * scale });
     canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
-    return new Promise((resolve) => canvas.toBlob(resolve, "image/png"));
+    const blob = await new Promise((resolve) => canvas.toBlob(resolve, "image/png"));
+    if (!blob) throw new Error("the tree is too large for a picture.");
+    return blob;
   }
 
   /** What is known of each node, by the names that `specdec.draw.to_networkx` gives. */
@@ -120,10 +122,17 @@
     return '<?xml version="1.0" encoding="utf-8"?>\n' + new XMLSerializer().serializeToString(doc);
   }
 
+  /** What the server has at `url`; it may refuse. */
+  async function fetched(url) {
+    const reply = await fetch(url);
+    if (!reply.ok) throw new Error(`the server answered ${reply.status}.`);
+    return reply;
+  }
+
   /** A page of the trace that opens from disk: the page template with style, scripts and trace filled in. */
   async function pageText(trace, assets) {
     const texts = await Promise.all(
-      [assets.page, assets.style, ...assets.scripts].map((url) => fetch(url).then((reply) => reply.text())),
+      [assets.page, assets.style, ...assets.scripts].map((url) => fetched(url).then((reply) => reply.text())),
     );
     const [page, style, ...scripts] = texts;
     const data = JSON.stringify(trace).replaceAll("<", "\\u003c");
@@ -138,5 +147,5 @@
     setTimeout(() => URL.revokeObjectURL(url), 10_000);
   }
 
-  specdec.exports = { svgText, pngBlob, graphml, nodeLink, pageText, download };
+  specdec.exports = { svgText, pngBlob, graphml, nodeLink, pageText, fetched, download };
 })();

@@ -6,6 +6,7 @@
 
   class Feed {
     #seq = -1;
+    #left = new Set();
 
     constructor() {
       this.live = null;
@@ -13,13 +14,14 @@
 
     /**
      * Take in one payload. Returns what it asks to show: {idle: true}, {shown: history} for a new run or a trace, or
-     * {grown: history} where the live run went on.
+     * {grown: history} where the live run went on. What comes late of an earlier run is left out.
      */
     receive(text) {
       if (!text) return { idle: true };
       const payload = JSON.parse(text);
       if (payload.trace) return { shown: this.#replay(payload.trace, payload.label) };
       if (payload.error) return { error: payload.error };
+      if (this.#left.has(payload.run)) return { grown: this.live };
       const started = !this.live || this.live.run !== payload.run;
       if (started) this.#start(payload.run);
       for (const message of payload.messages) {
@@ -31,6 +33,7 @@
     }
 
     #start(run) {
+      if (this.live) this.#left.add(this.live.run);
       this.live = Object.assign(new History(), { run, label: "live", state: "waiting" });
       this.#seq = -1;
     }

@@ -38,6 +38,7 @@
       this.byDepth = new Map();
       this.missing = 0;
       this.finishReason = null;
+      this.note = "";
       this.error = null;
     }
 
@@ -54,6 +55,21 @@
 
     get last() {
       return this.records.at(-1);
+    }
+
+    /** Where its times were taken. */
+    get measured() {
+      return this.label === "live" ? "measured here" : "as recorded";
+    }
+
+    /** What is not here, in a sentence. */
+    get gap() {
+      return this.missing ? `${words.counted(this.missing, "step")} did not reach this page.` : "";
+    }
+
+    /** The line above the tree. */
+    get notice() {
+      return this.error || this.note || this.gap;
     }
 
     /** Append a record; one that is already here is ignored, a gap before it is counted. Returns whether it was new. */
@@ -84,8 +100,9 @@
       this.deepest = Math.max(this.deepest, accepted + 1);
     }
 
-    /** The reply as a trace file holds it. */
+    /** The reply as a trace file holds it, which is whole. */
     toTrace() {
+      if (this.gap) throw new Error(this.gap);
       const { model = {}, settings = {}, prompt = [] } = this.header;
       const text = this.records.map((record) => record.text).join("");
       return { format: "specdec-trace", version: 1, model, settings, prompt, text, steps: this.records };

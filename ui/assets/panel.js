@@ -6,6 +6,8 @@
   const { element } = words;
   const SPOKEN_EVERY = 4;
   const LIVE_EVERY = 0.06;
+  /** Seconds that a complaint stays while a reply streams below it. */
+  const READABLE = 4;
   const LARGEST_TRACE = 32 * 1024 * 1024;
 
   const counters = (window.specdecPanel = {
@@ -35,6 +37,8 @@
     #drawnAt = -Infinity;
     #drawnRecord = null;
     #spokenAt = -Infinity;
+    #lastWords = "";
+    #complainedAt = -Infinity;
 
     /** `assets`: addresses of style, scripts, page template, Plotly and the recorded example; `openTrace(text)`: checks a trace. */
     constructor(host, { assets = {}, openTrace = null } = {}) {
@@ -69,6 +73,7 @@
         controls.legend(),
         controls.menu("Save and open", this.#menuEntries()),
       );
+      this.asked = element("p", { class: "note asked" });
       this.equation = element("p", { class: "equation" });
       this.notice = element("p", { class: "notice", role: "status" });
       const treeHost = element("div", {});
@@ -76,7 +81,17 @@
       const beatRow = element("div", { class: "row beat-row" });
       const transport = element("div", { class: "row transport" });
       this.host.append(
-        element("section", { class: "card tree-card" }, head, this.equation, this.notice, treeHost, beatRow, transport),
+        element(
+          "section",
+          { class: "card tree-card" },
+          head,
+          this.asked,
+          this.equation,
+          this.notice,
+          treeHost,
+          beatRow,
+          transport,
+        ),
       );
 
       this.tree = new specdec.TreeView(treeHost);
@@ -104,9 +119,10 @@
         { "aria-label": "Speed" },
         ...specdec.SPEEDS.map(({ name }) => element("option", {}, name)),
       );
-      this.speed.addEventListener("change", () =>
-        this.#do(() => (this.playback.speed = specdec.SPEEDS[this.speed.selectedIndex])),
-      );
+      this.speed.addEventListener("change", () => {
+        this.playback.speed = specdec.SPEEDS[this.speed.selectedIndex];
+        this.schedule();
+      });
       this.counter = element("span", { class: "counter" });
       row.append(element("div", { class: "buttons" }, back, this.playButton, next, this.speed, this.liveButton));
       this.scrubber = new specdec.Scrubber(row, (position) => this.#do(() => this.playback.goTo(position)));
@@ -129,21 +145,29 @@
       const { download, svgText, pngBlob, graphml, nodeLink, pageText } = specdec.exports;
       const record = () => this.history.records[this.playback.position];
       const name = (ending) => `specdec-step-${(record()?.index ?? 0) + 1}.${ending}`;
-      const whenShown = (action) => () => record() && action();
+      const saving = (what, save) => async () => {
+        if (!record()) return;
+        this.#complain("");
+        try {
+          await save();
+        } catch (error) {
+          this.#complain(`The ${what} could not be saved: ${error.message}`);
+        }
+      };
       const entries = [
-        ["Tree as SVG", whenShown(() => download(svgText(this.tree.svg), "image/svg+xml", name("svg")))],
-        ["Tree as PNG", whenShown(async () => download(await pngBlob(this.tree.svg), "image/png", name("png")))],
-        ["Tree as GraphML", whenShown(() => download(graphml(record()), "application/xml", name("graphml")))],
-        ["Tree as node-link JSON", whenShown(() => download(nodeLink(record()), "application/json", name("json")))],
+        ["Tree as SVG", saving("picture", () => download(svgText(this.tree.svg), "image/svg+xml", name("svg")))],
+        ["Tree as PNG", saving("picture", async () => download(await pngBlob(this.tree.svg), "image/png", name("png")))],
+        ["Tree as GraphML", saving("graph", () => download(graphml(record()), "application/xml", name("graphml")))],
+        ["Tree as node-link JSON", saving("graph", () => download(nodeLink(record()), "application/json", name("json")))],
         [
           "Reply as trace (JSON)",
-          whenShown(() => download(JSON.stringify(this.history.toTrace()), "application/json", "specdec-trace.json")),
+          saving("trace", () => download(JSON.stringify(this.history.toTrace()), "application/json", "specdec-trace.json")),
         ],
       ];
       if (this.assets.page)
         entries.push([
           "Reply as a web page",
-          whenShown(async () =>
+          saving("web page", async () =>
             download(await pageText(this.history.toTrace(), this.assets), "text/html", "specdec-trace.html"),
           ),
         ]);
@@ -169,6 +193,8 @@
     /** Take in a payload string (see ui/panel.py). */
     receive(text) {
       counters.payloads++;
+      const ran = this.#isRunning;
+      const { length, notice } = this.history;
       const { idle, error, shown, grown } = this.feed.receive(text);
       if (idle) {
         if (this.feed.live) this.feed.live.state = "left"; // its chat is gone: nothing to go back to
@@ -177,14 +203,28 @@
       if (error) return this.#complain(error);
       if (shown) this.show(shown);
       else if (grown.run === this.history.run && grown !== this.history) this.#replaceHistory(grown);
-      if (this.history === this.feed.live) this.playback.arrived(seconds());
+      if (this.history === this.feed.live) this.#goOn(shown ? { length: 0, notice: "" } : { length, notice });
       if (!this.#isRunning) this.playback.live = false;
+      if (ran && !this.#isRunning && this.history === this.feed.live) this.#lastWords = this.#endWords();
       this.schedule();
+    }
+
+    /** The shown reply went on from this length and this notice; what it says takes the place of a complaint. */
+    #goOn({ length, notice }) {
+      const { history } = this;
+      const stepped = history.length > length;
+      const told = history.notice && history.notice !== notice;
+      if (stepped) this.playback.arrived(seconds());
+      if (told || (stepped && seconds() - this.#complainedAt > READABLE)) this.complaint = "";
     }
 
     /** Whether a reply streams, be it the shown one or not. */
     get #isRunning() {
       return ["waiting", "streaming"].includes(this.feed.live?.state);
+    }
+
+    get #streams() {
+      return this.#isRunning && this.history === this.feed.live;
     }
 
     /** Show a history from its beginning (a live one: at its end, following it). */
@@ -203,18 +243,20 @@
       this.playback.setHistory(history);
       Object.assign(this.playback, { live, position: Math.min(position, history.length - 1) });
       this.#drawnRecord = null;
+      const asked = history.label === "live" ? [] : words.asked(history.header); // of one's own reply the chat tells that
+      this.asked.replaceChildren(...asked.map((text) => element("bdi", { title: text }, text)));
     }
 
     /** The recorded example that is shown before the first message; it plays by itself unless motion is unwelcome. */
     async showExample() {
       if (!this.assets.example) return;
-      let example;
-      try {
-        example = await fetch(this.assets.example).then((reply) => reply.json());
-      } catch {
-        return this.#complain("The recorded example could not be loaded.");
-      }
-      if (this.#isRunning) return;
+      const { history } = this;
+      const { fetched } = specdec.exports;
+      const example = await fetched(this.assets.example)
+        .then((reply) => reply.json())
+        .catch(() => null);
+      if (this.history !== history) return; // something else was shown meanwhile
+      if (!example) return this.#complain("The recorded example could not be loaded.");
       this.receive(JSON.stringify({ trace: example, label: "recorded example" }));
       this.playback.goTo(this.history.records.findIndex((record) => record.token_ids.length >= 3));
       if (!window.matchMedia("(prefers-reduced-motion: reduce)").matches) this.playback.play(seconds());
@@ -223,6 +265,7 @@
 
     #complain(text) {
       this.complaint = text;
+      this.#complainedAt = seconds();
       this.schedule();
     }
 
@@ -233,7 +276,15 @@
     }
 
     #togglePlay() {
-      this.#do((now) => (this.playback.playing || this.playback.live ? this.playback.pause() : this.playback.play(now)));
+      const { playback } = this;
+      if (playback.playing || playback.live) return this.#do(() => this.#pause());
+      if (this.#streams && playback.position === this.history.length - 1) return this.#goLive();
+      this.#do((now) => playback.play(now));
+    }
+
+    #pause() {
+      this.playback.pause();
+      this.#drawnRecord = null; // drawn anew, and so spoken
     }
 
     /** To the reply of the chat: its newest step while it streams, else its last. */
@@ -281,6 +332,8 @@
       this.playback.tick(now);
       const started = performance.now();
       this.#draw();
+      if (this.#lastWords) this.#say(this.#lastWords);
+      this.#lastWords = "";
       counters.draws++;
       counters.drawMs = performance.now() - started;
       counters.longestDrawMs = Math.max(counters.longestDrawMs, counters.drawMs);
@@ -304,6 +357,8 @@
       this.scrubber.show(history, position);
       this.figures.host.classList.toggle("earlier", position < history.length - 1);
       this.strip.show(history, position, beat !== "grow" && beat !== "verify");
+      const counter = record ? `${position + 1} / ${history.length}` : "";
+      if (this.counter.textContent !== counter) this.counter.textContent = counter;
       if (!record) return this.#drawEmpty();
       if (beat !== "settled") this.tree.host.style.setProperty("--beat", `${playback.beatSeconds}s`);
       this.tree.show(record, beat);
@@ -311,11 +366,10 @@
       this.#drawnRecord = record;
       counters.drawnSteps++;
       this.title.textContent = `Step ${record.index + 1}`;
-      this.counter.textContent = `${position + 1} / ${history.length}`;
       this.equation.replaceChildren(
         ...words.equation(record).map(([text, kind]) => (kind ? element("b", { class: kind }, text) : text)),
       );
-      this.figures.show(record);
+      this.figures.show(record, history.measured);
       this.#speak(record);
     }
 
@@ -323,7 +377,6 @@
       this.#drawnRecord = null;
       this.tree.clear();
       this.title.textContent = "Step";
-      this.counter.textContent = "";
       const { state, note } = this.history;
       const waits = note ? "Waiting …" : "Reading the prompt …";
       const idle = state ? "The reply ended before its first step." : "Send a message to watch the draft tree grow.";
@@ -334,26 +387,39 @@
     #drawState() {
       const { history, playback } = this;
       const { live } = this.feed;
-      const running = history === live && this.#isRunning;
-      const ended = history.error ? "failed" : (END_WORDS[history.finishReason] ?? "stopped");
-      const label = history.label === "live" && !running ? ended : (history.label ?? "");
+      const running = this.#streams;
+      const label = history.label === "live" && !running ? this.#ending : (history.label ?? "");
       if (this.state.textContent !== label) this.state.textContent = label;
       this.state.className = `state ${running ? "running" : ""} ${label ? "" : "empty"}`;
       const way = this.#isRunning ? "live" : live && live !== history && live.state !== "left" ? "back to the reply" : "";
       if (this.liveButton.textContent !== way) this.liveButton.textContent = way;
       this.liveButton.hidden = !way;
       this.liveButton.setAttribute("aria-pressed", String(playback.live && running));
-      const gap = history.missing ? `${words.counted(history.missing, "step")} did not reach this page.` : "";
-      const notice = this.complaint || history.error || history.note || gap;
+      const notice = this.complaint || history.notice;
       if (this.notice.textContent !== notice) this.notice.textContent = notice;
       this.notice.classList.toggle("error", Boolean(this.complaint || history.error));
     }
 
+    /** How the shown reply ended. */
+    get #ending() {
+      return this.history.error ? "failed" : (END_WORDS[this.history.finishReason] ?? "stopped");
+    }
+
+    #endWords() {
+      const figures = this.history.last?.figures;
+      if (!figures) return `Reply ${this.#ending}.`;
+      const { tokens, passes } = figures;
+      return `Reply ${this.#ending}: ${words.counted(tokens, "token")} in ${words.counted(passes, "pass", "passes")}.`;
+    }
+
     #speak(record) {
-      const now = seconds();
-      if (this.playback.playing || (this.playback.live && now - this.#spokenAt < SPOKEN_EVERY)) return;
-      this.#spokenAt = now;
-      this.spoken.textContent = `Step ${record.index + 1}. ${words.equationText(record)}`;
+      if (this.playback.playing || (this.playback.live && seconds() - this.#spokenAt < SPOKEN_EVERY)) return;
+      this.#say(`Step ${record.index + 1}. ${words.equationText(record)}`);
+    }
+
+    #say(text) {
+      this.#spokenAt = seconds();
+      this.spoken.textContent = text;
     }
   }
 

@@ -16,7 +16,7 @@
     { name: "quick", step: 0.25, beats: false },
     { name: "true speed", step: null, beats: false },
   ];
-  /** Live steps further apart than this are told in beats. */
+  /** Live steps further apart than this are told in beats, which are over before the next one is due. */
   const UNHURRIED = 1.1;
 
   const calm = window.matchMedia("(prefers-reduced-motion: reduce)");
@@ -27,7 +27,8 @@
    */
   class Playback {
     #since = 0;
-    #arrived = 0;
+    #arrived = Infinity;
+    #room = 0;
     #stepping = false;
     #held = false;
 
@@ -42,6 +43,7 @@
       this.beat = "settled";
       this.live = false;
       this.playing = false;
+      this.#arrived = Infinity;
     }
 
     get moving() {
@@ -50,11 +52,11 @@
 
     /** New steps have arrived at `now` (seconds). */
     arrived(now) {
-      const unhurried = now - this.#arrived > UNHURRIED;
+      this.#room = now - this.#arrived;
       this.#arrived = now;
       if (!this.live) return;
       this.position = this.history.length - 1;
-      if (unhurried && !calm.matches) this.#begin(now, "grow");
+      if (this.#room > UNHURRIED && !calm.matches) this.#begin(now, "grow");
       else this.beat = "settled";
     }
 
@@ -115,7 +117,8 @@
     /** Seconds that the current beat (or settled step) stays. */
     get beatSeconds() {
       const share = BEATS.find(([name]) => name === this.beat)?.[1];
-      return share === undefined ? this.#stepSeconds : share * (this.speed.beats ? this.speed.step : SPEEDS[1].step);
+      if (share === undefined) return this.#stepSeconds;
+      return share * Math.min(this.speed.beats ? this.speed.step : SPEEDS[1].step, this.live ? this.#room : Infinity);
     }
 
     #begin(now, beat) {

@@ -109,6 +109,22 @@
     return `${number(100 * value, value > 0 && value < 0.0995 ? 1 : 0)} %`;
   }
 
+  /** What was asked of which model with which settings: the flat facts of a header as pieces of a line, none without a header. */
+  function asked({ model = {}, settings = {}, prompt = [] }) {
+    const question = prompt.findLast(({ role }) => role === "user");
+    const { decoding, ...others } = settings;
+    const isFlat = (value) => ["string", "number", "boolean"].includes(typeof value);
+    const named = Object.entries(others).filter(([, value]) => isFlat(value));
+    const facts = [
+      ...[...Object.values(model), decoding].filter(isFlat),
+      ...named.map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`),
+    ];
+    return [
+      ...(question ? [`Asked: “${prose(question.content, 120)}”`] : []),
+      ...(facts.length ? [prose(facts.join(" · "), 200)] : []),
+    ];
+  }
+
   /** Plotly parses pseudo-HTML in every label: nothing of it may survive. */
   const plotlyText = (text) => String(text).replace(/[&<>]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;" })[c]);
 
@@ -134,6 +150,7 @@
     counted,
     equation,
     equationText,
+    asked,
     number,
     percent,
     plotlyText,

@@ -23,7 +23,7 @@ from ui.turns import ENGINE_THREAD, leave_a_core
 PROMPT = "Write a long text about the history of the lighthouse."
 TOKENS = 160
 ROUNDS = 5
-ATTEMPTS = 2
+ATTEMPTS = 3
 """What else runs on the machine may spoil one."""
 
 

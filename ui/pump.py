@@ -35,8 +35,8 @@ class Pump(Generic[T]):
         self._thread = threading.Thread(target=copy_context().run, args=(self._run, produce), daemon=True, name="pump")
         self._thread.start()
 
-    def batches(self) -> Iterator[list[T]]:
-        """Everything put since the last batch, until the producer is done."""
+    def batches(self, interval: float = INTERVAL) -> Iterator[list[T]]:
+        """Everything put since the last batch, until the producer is done; ``interval`` seconds apart, or more."""
         while True:
             taken = time.monotonic()
             batch, ended = self._take()
@@ -44,7 +44,7 @@ class Pump(Generic[T]):
                 yield batch
             if ended:
                 break
-            time.sleep(max(INTERVAL - (time.monotonic() - taken), 0))
+            time.sleep(max(interval - (time.monotonic() - taken), 0))
         if self._error is not None:
             raise self._error
 

@@ -16,11 +16,14 @@ from ui.chats import Chat, Finished, Writing
 from ui.decoder import Decoder
 from ui.errors import explain
 from ui.limits import PRIVATE, Clock, LimitError, Limits
-from ui.pump import Pump
+from ui.pump import INTERVAL, Pump
 from ui.settings import Settings
 from ui.space import ON_ZEROGPU
 from ui.turns import GaveUp, Turns, in_line
 from ui.zerogpu import LentDecoder
+
+_UNWATCHED = 0.2
+"""Seconds between two updates of a reply of which only the text is read; each takes the interpreter lock from the engine."""
 
 _ENDINGS = {
     "length": "reached the limit of {max_tokens} tokens",
@@ -156,7 +159,7 @@ class Replies:
             with suppress(GaveUp):
                 self.turns.run(work, stop.is_set, lambda ahead: put(Waiting(ahead)))
 
-        return Pump(produce).batches()
+        return Pump(produce).batches(INTERVAL if details else _UNWATCHED)
 
 
 def figures(stats: Stats, settings: Settings) -> str:

@@ -191,6 +191,12 @@ def test_a_reply_that_is_being_written_ends_under_its_own_model(other: Path) -> 
     assert handlers.model_facts["name"] == "other-model"
 
 
+def test_what_the_new_engine_prepares_later_is_not_ended_with_its_loading(other: Path) -> None:
+    handlers, models = section()
+    assert "other-model is ready" in last_line(models.load(str(other), tab()))
+    handlers.engine.target.measure_cost(context=8, repeats=1)  # tells its progress
+
+
 def test_what_was_loaded_last_is_offered_first(other: Path) -> None:
     _, models = section()
     list(models.load(str(other), tab()))

@@ -75,7 +75,7 @@ class Models:
         Raises LoadError or UnsupportedModelError; the present model then stays.
         """
         engine = chat_engine(name, progress=progress, **self._loading)
-        engine.pass_cost = engine.target.measure_cost(progress=progress)  # now: ``progress`` is not to end a reply
+        engine.pass_cost = engine.target.measure_cost()  # now, so that ``progress`` is told
         if self._keeper is not None:
             self._keeper.save()
         self._tabs.cool()
@@ -155,17 +155,22 @@ class ModelSection:
     def _changing(self, name: str, stop: threading.Event) -> Iterator[list[News]]:
         """Exchange the model when the engine is free; what there is to tell meanwhile."""
 
+        changed = threading.Event()
+
         def produce(put: Callable[[News], None]) -> None:
             def tell(text: str, fraction: float | None) -> None:
                 put((text[:1].upper() + text[1:], fraction))
 
             def progress(text: str, fraction: float | None) -> None:
+                if changed.is_set():  # what the engine prepares from then on is part of a reply
+                    return
                 if stop.is_set():
                     raise Stopped
                 tell(text, fraction)
 
             def change() -> None:
                 self._models.change(name, progress)
+                changed.set()
 
             self._replies.turns.run(change, stop.is_set, lambda ahead: tell(in_line(ahead), None))
 

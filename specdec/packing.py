@@ -55,25 +55,31 @@ class PackedWeights:
 
 
 class _PackedLinear:
-    """Stands for the forward of ``layer``; a weight that was changed or exchanged is packed anew."""
+    """Stands for the forward of ``layer``; a weight that was changed, converted or exchanged is packed anew."""
 
     def __init__(self, layer: nn.Linear) -> None:
-        self._parameters = layer._parameters
-        self._pack()
+        self._layer = layer
+        self._pack(layer.weight)
 
-    def _pack(self) -> None:
-        weight = self._parameters["weight"]
-        assert weight is not None
-        self._weight, self._version = weight, weight._version
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
+    def _pack(self, weight: Tensor) -> None:
+        self._seen, self._state = weight.detach(), _state(weight)  # which is kept, so that no other gets its address
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(self._seen, _ROWS) if _fits(weight) else None
 
     def __call__(self, rows: Tensor) -> Tensor:
         """``rows`` [..., in] -> [..., out]."""
-        weight = self._parameters["weight"]
-        if weight is not self._weight or weight._version != self._version:
-            self._pack()
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._parameters["bias"], "none", [], "")
+        weight, bias = self._layer._parameters["weight"], self._layer._parameters["bias"]
+        assert weight is not None
+        if _state(weight) != self._state:
+            self._pack(weight)
+        if self._packed is None:
+            return nn.functional.linear(rows, weight, bias)
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, bias, "none", [], "")
         return product
+
+
+def _state(weight: Tensor) -> tuple[int, int]:
+    """Another one once ``weight`` was written to, in place or by new data."""
+    return weight._version, weight.data_ptr()
 
 
 def _packed(model: nn.Module) -> list[tuple[dict[str, Any], _PackedLinear]]:
@@ -91,12 +97,17 @@ def _packed(model: nn.Module) -> list[tuple[dict[str, Any], _PackedLinear]]:
 
 
 def _can_be_packed(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether it is a plain linear layer of this process on the CPU, in a dtype that oneDNN multiplies here."""
-    if type(module) is not nn.Linear or "forward" in vars(module) or module.weight.device.type != "cpu":
+    """Whether it is a plain linear layer that nobody else has a forward for."""
+    return type(module) is nn.Linear and "forward" not in vars(module) and _fits(module.weight)
+
+
+def _fits(weight: Tensor) -> bool:
+    """Whether it lies on the CPU, in a dtype that oneDNN multiplies here."""
+    if weight.device.type != "cpu" or weight.is_inference():  # of which nobody knows when it was written to
         return False
-    dtype = module.weight.dtype
-    fast = dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return bool(fast and not module.weight.is_inference())
+    return weight.dtype == torch.float32 or bool(
+        weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
 
 
 def _is_faster(layer: nn.Linear) -> bool:

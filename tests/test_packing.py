@@ -41,16 +41,24 @@ def test_the_model_is_left_as_it_was_also_after_a_pass_that_failed() -> None:
     assert "forward" not in vars(layer)
 
 
-def test_a_weight_that_is_changed_or_exchanged_is_seen_in_the_next_pass() -> None:
+def test_a_weight_that_is_changed_converted_or_exchanged_is_seen_in_the_next_pass() -> None:
     layer, rows = nn.Linear(8, 8, bias=False), torch.ones(1, 8)
     packed = PackedWeights(layer)
+
+    def product(rows: torch.Tensor) -> list[list[float]]:
+        with packed.in_force():
+            return layer(rows).tolist()  # type: ignore[no-any-return]
+
     with torch.no_grad():
         layer.weight.fill_(2.0)
-        with packed.in_force():
-            assert layer(rows).tolist() == [[16.0] * 8]
+        assert product(rows) == [[16.0] * 8]
         layer.weight = nn.Parameter(torch.full((8, 8), 3.0))
-        with packed.in_force():
-            assert layer(rows).tolist() == [[24.0] * 8]
+        assert product(rows) == [[24.0] * 8]
+        layer.weight.data = torch.full((8, 8), 4.0)
+        assert product(rows) == [[32.0] * 8]
+        for dtype in (torch.float64, torch.bfloat16, torch.float32):
+            layer.to(dtype)
+            assert product(rows.to(dtype)) == [[32.0] * 8]
 
 
 def test_nothing_is_packed_where_it_is_not_faster_where_memory_is_short_or_where_another_forward_stands(

@@ -154,7 +154,6 @@ class ModelSection:
 
     def _changing(self, name: str, stop: threading.Event) -> Iterator[list[News]]:
         """Exchange the model when the engine is free; what there is to tell meanwhile."""
-
         changed = threading.Event()
 
         def produce(put: Callable[[News], None]) -> None:

@@ -309,7 +309,7 @@
       const colour = specdec.palette(chart.plot);
       const { data, layout, value = "" } = chart.build(this.history, colour);
       chart.value.textContent = value;
-      if (chart.marked) layout.xaxis = { range: [0.5, this.history.length + 0.5], nticks: 7 };
+      if (chart.marked) layout.xaxis = { range: [0.5, this.history.length + 0.5], nticks: 7, ...(this.history.length < 7 && { dtick: 1 }) };
       if (this.#isMarked(chart)) layout.shapes = [this.#marker(colour)];
       Plotly.react(chart.plot, data, layoutOf(layout, colour, this.history.run), CONFIG);
       chart.drawn = this.#state(chart);

@@ -97,7 +97,7 @@
       [mark, "bonus", "the target's own next word after a fully accepted draft: free."],
       [mark, "recovered", "the target's own word where the guess was wrong."],
       [mark, "plain", "the target's own word where nothing was drafted."],
-      [box, "target probability", "the bar under a draft: how likely the target finds it. Blue until the verdict."],
+      [box, "target probability", "the bar under a draft: how likely the target finds it after the words before it in its branch."],
     ];
     const signed = ([sign, name]) => element("span", {}, sign(name), name);
     return dismissable(
@@ -117,7 +117,7 @@
   /** [key, words under it, how a record's figures show it]. Every figure is computed by the server. */
   const FIGURES = [
     ["tokens per pass", (f) => words.number(f.tokens_per_pass)],
-    ["plain speed", (f) => `${words.number(f.speedup)}×`, (_, measured) => measured],
+    ["plain speed", (f) => `${words.number(f.speedup)}×`, (f, measured) => (f.speedup < 0.995 ? `slower, ${measured}` : measured)],
     ["tokens per second", (f) => words.number(f.tokens_per_second, f.tokens_per_second < 100 ? 1 : 0)],
     [
       "passes saved",
@@ -131,7 +131,8 @@
     ],
   ];
   const WHY_LOW =
-    "Branches are alternatives: at most one child of each node can win, so most drafted tokens lose by design. " +
+    "Branches are alternatives: at most one child of each node can win, so most drafted tokens lose by design; and with a wrong " +
+    "guess falls all that was drafted after it. " +
     "They ride along in a pass that is paid for anyway. What makes a reply faster is tokens per pass, not the share accepted.";
 
   class Figures {

@@ -125,6 +125,7 @@
       this.verdict = [this.headline(), this.badge(agreement)];
       this.controls.hidden = false;
       this.track.replaceChildren(...lanes.map((lane) => lane.host));
+      this.host.scrollIntoView({ behavior: calm.matches ? "auto" : "smooth" }); // the form above fills a window
       this.play(calm.matches ? this.length : 0);
     }
 

@@ -154,8 +154,10 @@
 
       this.branches.replaceChildren(...rejected.edges, ...rejected.nodes);
       this.path.replaceChildren(...kept.edges, ...kept.nodes);
-      const keep = target.x + target.width + 38;
-      const width = Math.max(keep, ...[...placed.values()].map((spot) => spot.x + spot.width + 22));
+      const end = target.x + target.width + 38;
+      const said = [...placed.values()].filter(({ node }) => ["root", "accepted"].includes(words.stateOf(record, node)));
+      const keep = own === "target" ? end : Math.max(...said.map((spot) => spot.x + spot.width + 22));
+      const width = Math.max(end, ...[...placed.values()].map((spot) => spot.x + spot.width + 22));
       this.zoom.setContent({ room: this.width, width, keep, height: heightOf(rows), tall: heightOf(this.#tallest) });
       const { scale, x } = this.zoom.view;
       this.svg.style.setProperty("--slide", `${own === "target" ? MARGIN - target.x - x / scale : 0}px`);
@@ -223,10 +225,11 @@
 
     #targetNode({ x, y, shown, width }) {
       const kind = words.ownKind(this.#record);
+      const said = words.stateOf(this.#record, "target") === "target"; // else it won nothing, and carries no sign
       const inner = svg("g", { class: "inner" });
-      inner.append(svg("rect", { class: "box", x: 0, y: -11.5, width: width + 30, height: 23, rx: 6 }));
-      inner.append(svg("path", { class: "mark", d: MARKS[kind], transform: "translate(12 0)" }));
-      inner.append(this.#text(shown, 22));
+      inner.append(svg("rect", { class: "box", x: 0, y: -11.5, width: width + (said ? 30 : 14), height: 23, rx: 6 }));
+      if (said) inner.append(svg("path", { class: "mark", d: MARKS[kind], transform: "translate(12 0)" }));
+      inner.append(this.#text(shown, said ? 22 : 7));
       return svg(
         "g",
         {

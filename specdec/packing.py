@@ -44,7 +44,10 @@ class PackedWeights:
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Let the layers multiply so meanwhile."""
+        """Let the layers multiply so meanwhile; not under autocast, which chooses a dtype for each product."""
+        if torch.is_autocast_enabled("cpu"):
+            yield
+            return
         for attributes, packed in self._packed:
             attributes["forward"] = packed
         try:
@@ -55,7 +58,10 @@ class PackedWeights:
 
 
 class _PackedLinear:
-    """Stands for the forward of ``layer``; a weight that was changed, converted or exchanged is packed anew."""
+    """Stands for the forward of ``layer``; a weight that was changed, converted or exchanged is packed anew.
+
+    Changed so that torch counts it: a write through ``weight.data`` or a numpy view of it is not seen.
+    """
 
     def __init__(self, layer: nn.Linear) -> None:
         self._layer = layer
@@ -67,12 +73,12 @@ class _PackedLinear:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """``rows`` [..., in] -> [..., out]."""
-        weight, bias = self._layer._parameters["weight"], self._layer._parameters["bias"]
-        assert weight is not None
-        if _state(weight) != self._state:
+        layer = self._layer
+        weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+        if weight is not None and _state(weight) != self._state:
             self._pack(weight)
-        if self._packed is None:
-            return nn.functional.linear(rows, weight, bias)
+        if weight is None or self._packed is None or rows.dtype != weight.dtype:  # pruned, reparametrised, converted ...
+            return type(layer).forward(layer, rows)
         product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, bias, "none", [], "")
         return product
 

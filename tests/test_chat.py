@@ -121,6 +121,45 @@ def test_the_second_turn_reads_only_what_is_new(handlers: ChatHandlers, monkeypa
     assert texts(chat)[3] == expected(QUESTION, SECOND)[1]
 
 
+@pytest.mark.parametrize(
+    ("values", "seen"),
+    [
+        ((-1, 0, None, 0), (0.0, 0.01, 0, 1)),
+        ((1e-300, -1, -7, -5), (0.0, 0.01, -7, 1)),
+        ((5, 2, 2.0, 10**6), (5.0, 1.0, 2, 4096)),
+        ((None, None, 10**30, None), (0.0, 1.0, 2**63 - 1, 512)),
+    ],
+)
+def test_numbers_out_of_range_are_brought_into_it_and_an_empty_field_is_as_by_default(
+    values: tuple[Any, ...], seen: tuple[float, ...]
+) -> None:
+    settings = Settings.read("tree", "auto", *values, "")
+    assert (settings.temperature, settings.top_p, settings.seed, settings.max_tokens) == seen
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_p", "seed", "max_tokens"])
+@pytest.mark.parametrize("value", ["hot", float("nan"), [1]])
+def test_what_is_no_number_is_refused_by_name(handlers: ChatHandlers, field: str, value: Any) -> None:
+    with pytest.raises(gr.Error, match=f"{field} must be a number"):
+        list(handlers.api("a question", tab(), **{field: value}))
+
+
+@pytest.mark.parametrize("message", ["", " \n", None, 5])
+def test_no_message_is_refused_and_an_edit_to_nothing_changes_nothing(handlers: ChatHandlers, message: Any) -> None:
+    with pytest.raises(gr.Error, match="message must be a text"):
+        list(handlers.api(message, tab()))
+    send(handlers, QUESTION)
+    before = texts(handlers.tabs.chat("tab"))
+    list(handlers.edit(gr.EditData(None, {"index": 0, "value": "  ", "previous_value": QUESTION}), tab(), *VALUES))
+    assert texts(handlers.tabs.chat("tab")) == before
+
+
+def test_half_a_surrogate_pair_in_a_message_does_not_break_its_chat(handlers: ChatHandlers) -> None:
+    frames = send(handlers, "a\ud800b")
+    assert texts(handlers.tabs.chat("tab"))[0] == "a?b"
+    json.dumps([frame[0] for frame in frames], ensure_ascii=False).encode("utf-8")
+
+
 def test_edit_and_retry_begin_again_from_their_question(handlers: ChatHandlers) -> None:
     send(handlers, QUESTION)
     send(handlers, "this will be edited")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import nn
 from toys import ARCHITECTURES, tiny_model
 
@@ -59,6 +60,22 @@ def test_a_weight_that_is_changed_converted_or_exchanged_is_seen_in_the_next_pas
         for dtype in (torch.float64, torch.bfloat16, torch.float32):
             layer.to(dtype)
             assert product(rows.to(dtype)) == [[32.0] * 8]
+
+
+def test_layers_that_were_pruned_or_reparametrised_multiply_by_themselves_and_so_do_all_under_autocast() -> None:
+    layer, rows = nn.Linear(8, 8), torch.randn(1, 8)
+    packed = PackedWeights(layer)
+    for change in (
+        lambda: torch.nn.utils.prune.l1_unstructured(layer, "weight", 20),
+        lambda: torch.nn.utils.prune.remove(layer, "weight"),
+        lambda: torch.nn.utils.parametrizations.weight_norm(layer),
+    ):
+        change()  # type: ignore[no-untyped-call]
+        own = layer(rows)
+        with packed.in_force():
+            torch.testing.assert_close(layer(rows), own)
+    with torch.autocast("cpu", dtype=torch.bfloat16), packed.in_force():
+        assert layer(rows).dtype == torch.bfloat16
 
 
 def test_nothing_is_packed_where_it_is_not_faster_where_memory_is_short_or_where_another_forward_stands(

@@ -79,13 +79,17 @@ class ChatHandlers:
             yield from self._ask(_tab(request), chat.take_back(len(chat.messages)), settings)
 
     def edit(self, data: gr.EditData, request: gr.Request, *settings: Any) -> Generator[Frame, None, None]:
-        """Answer a question that was changed; what followed it is gone."""
+        """Answer a question that was changed; what followed it is gone. Nothing is no question: then all stays."""
         chat = self._chat(request)
+        text = original(_plain(data.value))
+        if not text.strip():
+            yield self._whole(chat)
+            return
         owners = [number for number, message in enumerate(chat.messages) for _ in show(message)]
         row = data.index[0] if isinstance(data.index, list | tuple) else data.index
         if row < len(owners):
             chat.take_back(owners[row])
-        yield from self._ask(_tab(request), original(_plain(data.value)), settings)
+        yield from self._ask(_tab(request), text, settings)
 
     def undo(self, request: gr.Request) -> Frame:
         """Take the last question back into the message box."""
@@ -166,7 +170,12 @@ class ChatHandlers:
 
         temperature 0 is greedy. decoding: "tree", "linear" or "plain"; budget: "auto" or a number of nodes.
         """
-        settings = Settings.read(decoding, budget, temperature, top_p, seed, max_tokens, system_prompt)
+        try:
+            settings = Settings.read(decoding, budget, temperature, top_p, seed, max_tokens, system_prompt)
+        except ValueError as error:
+            raise gr.Error(str(error), print_exception=False) from None
+        if not isinstance(message, str) or not message.strip():
+            raise gr.Error("message must be a text, and not empty.", print_exception=False)
         chat = self._chat(request)
         writing = chat.ask(message)
         reply = writing.reply

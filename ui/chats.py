@@ -100,8 +100,12 @@ class Chat:
         return self.writing is not None and self.writing.reply.state == "writing"
 
     def ask(self, question: str) -> Writing:
-        """Add a question and its reply, still to be written; one that is being written ends."""
+        """Add a question and its reply, still to be written; one that is being written ends.
+
+        Half a surrogate pair, which is no text, becomes a question mark.
+        """
         self.stop()
+        question = question.encode("utf-8", "replace").decode("utf-8")
         reply = Message("assistant", state="writing")
         self.messages += [Message("user", question), reply]
         self.finished = None

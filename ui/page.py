@@ -177,20 +177,14 @@ def _setting_fields() -> list[Any]:
             elem_id="budget",
         )
     with gr.Row():
-        temperature = gr.Number(
-            default.temperature, minimum=0, maximum=2, step=0.1, label="Temperature", info="0: likeliest token", min_width=110
-        )
-        top_p = gr.Number(
-            default.top_p, minimum=0.05, maximum=1, step=0.05, label="Top-p", info="above temperature 0", min_width=110
-        )
+        temperature = gr.Number(default.temperature, step=0.1, label="Temperature", info="0: likeliest token", min_width=110)
+        top_p = gr.Number(default.top_p, step=0.05, label="Top-p", info="above temperature 0", min_width=110)
         seed = gr.Number(default.seed, precision=0, label="Seed", info="same seed, same text", min_width=110)
         max_tokens = gr.Number(
             default.max_tokens,
             precision=0,
-            minimum=1,
-            maximum=MAX_TOKENS,
             label="Max tokens",
-            info="a reply's limit",
+            info=f"1 to {MAX_TOKENS:,}",
             min_width=110,
             elem_id="max-tokens",
         )

@@ -40,8 +40,8 @@ class CompareTab:
             with gr.Row(elem_id="compare-fields"):
                 lanes = gr.CheckboxGroup(list(LANES), value=list(LANES), label="Lanes", min_width=280)
                 budget = gr.Dropdown(["auto", "4", "8", "16", "32", "64"], value="auto", label="Node budget", min_width=110)
-                max_tokens = gr.Number(128, precision=0, minimum=16, maximum=512, label="Max tokens", min_width=100)
-                temperature = gr.Number(0, minimum=0, maximum=2, step=0.1, label="Temperature", min_width=100)
+                max_tokens = gr.Number(128, precision=0, label="Max tokens", min_width=100)
+                temperature = gr.Number(0, step=0.1, label="Temperature", min_width=100)
                 seed = gr.Number(0, precision=0, label="Seed", min_width=80)
             with gr.Row(elem_id="compare-buttons"):
                 run = gr.Button("Run the comparison", variant="primary", elem_id="compare-run")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,8 @@ from specdec.request import Budget, Decoding
 
 MAX_TOKENS = 4096
 """The most tokens one reply may be asked for."""
+COLDEST = 0.01
+"""The least temperature that is told from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +39,18 @@ class Settings:
     ) -> Settings:
         """Settings from the values of form fields or of a client's call.
 
-        Numbers are brought into range; a decoding or budget that means nothing is left for the engine to refuse by name.
+        Numbers are brought into range (a temperature too small to tell from 0 is 0), an empty field is as by default; a
+        decoding or budget that means nothing is left for the engine to refuse by name. Raises ValueError where it is no number.
         """
-        text = str(budget or "auto")
+        text, default = str(budget or "auto"), cls()
+        warmth = _number("temperature", temperature, default.temperature, 0.0, math.inf)
         return cls(
             decoding=decoding,  # type: ignore[arg-type]
             budget=int(text) if text.isdecimal() else text,  # type: ignore[arg-type]
-            temperature=max(float(temperature or 0.0), 0.0),
-            top_p=min(max(float(top_p or 1.0), 0.01), 1.0),
-            seed=int(seed or 0),
-            max_tokens=min(max(int(max_tokens or cls().max_tokens), 1), MAX_TOKENS),
+            temperature=warmth if warmth >= COLDEST else 0.0,
+            top_p=_number("top_p", top_p, default.top_p, 0.01, 1.0),
+            seed=int(_number("seed", seed, default.seed, -(2**63), 2**63 - 1)),
+            max_tokens=int(_number("max_tokens", max_tokens, default.max_tokens, 1, MAX_TOKENS)),
             system_prompt=(system_prompt or "").strip(),
         )
 
@@ -74,3 +79,16 @@ class Settings:
         if self.temperature > 0:
             facts |= {"top_p": self.top_p, "seed": self.seed}
         return facts
+
+
+def _number(name: str, value: Any, default: float, least: float, most: float) -> float:
+    """``value`` brought into range, the ``default`` where there is none."""
+    if value is None:
+        return default
+    try:
+        number = float(value) if not isinstance(value, int) else value
+    except (TypeError, ValueError):
+        number = math.nan
+    if math.isnan(number):
+        raise ValueError(f"{name} must be a number, not {value!r}.")
+    return min(max(number, least), most)

@@ -24,8 +24,15 @@
     return [...document.querySelectorAll(selector)].find((found) => found.offsetParent);
   }
 
+  /** Press Stop. Right after a message is sent there is none yet: wait for it until then. */
+  function stop(until) {
+    const button = inSight("#box .stop-button, #compare-stop");
+    if (button) button.click();
+    else if (performance.now() < until) requestAnimationFrame(() => stop(until));
+  }
+
   addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && !isTaken(event)) inSight("#box .stop-button, #compare-stop")?.click();
+    if (event.key === "Escape" && !isTaken(event)) stop(performance.now() + 400);
     if (event.key === "/" && !typing(event.target) && !event.ctrlKey && !event.metaKey && !event.altKey) {
       inSight("#box textarea, #compare-prompt textarea")?.focus();
       event.preventDefault();

@@ -1,4 +1,4 @@
-"""The README's two pictures, taken from the running app on the embedded model: ``python tests/film.py``.
+"""The README's two pictures, taken from the running app on the embedded model: ``PYTHONPATH=. python tests/film.py``.
 
 The film: a prompt is typed, the reply streams at its true speed, then one of its steps is told beat by beat.
 """

@@ -26,7 +26,8 @@ FIND_STEP = """() => {
   const steps = document.querySelector('.specdec-host').panel.history.records;
   const branches = ({ parents }) => parents.filter((_, node) => node > 0 && !parents.includes(node)).length;
   const worth = ({ tree, verdict }) => Math.min(verdict.path.length - 1, 5) + Math.min(branches(tree), 12) / 4;
-  const fits = ({ verdict }) => verdict.path.length <= 6 && verdict.kind === 'recovered';
+  const prose = ({ texts }) => !texts.some((text) => text.includes('<|'));
+  const fits = (step) => step.verdict.path.length <= 6 && step.verdict.kind === 'recovered' && prose(step);
   return steps.reduce((best, step, i) => (fits(step) && worth(step) > worth(steps[best]) ? i : best), 0);
 }"""
 

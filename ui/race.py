@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from html import escape
 from typing import Any
 
@@ -77,7 +78,8 @@ class CompareTab:
         seed: float,
     ) -> Iterator[tuple[Any, Any, Any]]:
         """Run one comparison."""
-        settings = Settings.read("tree", budget, temperature, 1.0, seed, max_tokens, "")
+        asked = Settings.read("tree", budget, temperature, 1.0, seed, max_tokens, "")
+        settings = replace(asked, max_tokens=min(max(asked.max_tokens, 16), 512))  # all lanes are replayed from one payload
         for payload in self._comparisons.run(request.session_hash or "", prompt, lanes, settings):
             yield payload, gr.update(interactive=False), gr.update(interactive=True)
         yield gr.skip(), gr.update(interactive=True), gr.update(interactive=False)

@@ -263,7 +263,7 @@ def show(message: Message) -> list[dict[str, Any]]:
     disarm = inert if message.state == "writing" else _inert_once
     parts = [disarm(text) or ("…" if message.state == "writing" else "No reply.")]
     if lines:
-        parts.append(_SEPARATOR + "  \n".join(lines) + _SEPARATOR)
+        parts.append(_SEPARATOR + "  \n".join(lines) + " " + _SEPARATOR)  # right behind a full stop it would undo emphasis
     rows.append({"role": message.role, "content": [{"type": "text", "text": part} for part in parts]})
     return rows
 

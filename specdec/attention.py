@@ -23,7 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 FOLDED = "specdec_folded"
-_KERNEL_SCORES = 12_000
+_KERNEL_SCORES = 6_400
 """Scores of a group that torch's fused CPU kernel is good at in bfloat16, but for a single row; in float32 it always is."""
 _MOST_ROWS = 1024
 """Rows beyond which the scores are better not held all at once."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+CORES = torch.get_num_threads()
 if "PYTEST_XDIST_WORKER" in os.environ:  # two workers with two threads each would wait for one another on two cores
     torch.set_num_threads(1)
 
@@ -20,6 +21,15 @@ def unused_tcp_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+@pytest.fixture
+def every_core() -> Iterator[None]:
+    """Torch's threads as where there is one process: for a test that runs alone."""
+    share = torch.get_num_threads()
+    torch.set_num_threads(CORES)
+    yield
+    torch.set_num_threads(share)
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from toys import ARCHITECTURES, tiny_engine, tiny_model
 
 from specdec.benchmark import __main__ as benchmark
 from specdec.benchmark import cost
-from specdec.benchmark.asking import Session, chat_prompt, difference
+from specdec.benchmark.asking import Session, chat_prompt, copied_share, difference
 from specdec.benchmark.lanes import LANES, STATIC, Answer
 from specdec.benchmark.questions import QuestionsError, load_questions
 from specdec.benchmark.report import Difference, Sample, fold, table
@@ -115,6 +115,23 @@ def test_where_a_text_leaves_plains_is_told_with_the_targets_margin() -> None:
     assert folded["lanes"]["tree"]["identical"] == 1, "of two questions, one differs in one of its turns"
     assert "in 1 turn" in table(folded)
     assert "at token 7 (0.125)" in table(folded)
+
+
+def test_only_runs_of_five_tokens_and_more_count_as_copied() -> None:
+    prompt = list(range(20))
+    assert copied_share(prompt, [1, 2, 3, 4, 5, 6, 99, 98]) == 6 / 8
+    assert copied_share(prompt, [1, 2, 3, 4, 99, 5, 6, 7, 8, 98]) == 0
+    assert copied_share(prompt, [0, 1, 2, 3, 4, 15, 16, 17, 18, 19]) == 1
+    assert copied_share(prompt, []) == 0
+
+
+def test_replies_are_grouped_by_the_share_that_stands_in_their_prompts() -> None:
+    answers = [Answer((1, 2), ((1, 1.0), (1, 1.0)), 0.0)]
+    samples = [Sample(str(share), "chat", 0, {"plain": answers}, {}, share) for share in (0.0, 0.79, 0.8, 1.0)]
+    folded = fold(samples, ["plain"])
+    groups = {name: figures["turns"] for name, figures in folded["lanes"]["plain"]["by_copied"].items()}
+    assert groups == {"copied < 20 %": 1, "copied 50-80 %": 1, "copied >= 80 %": 2}
+    assert "copied >= 80 %" in table(folded)
 
 
 def test_a_long_prompt_loses_its_middle_and_keeps_head_and_tail() -> None:

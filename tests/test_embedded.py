@@ -70,7 +70,10 @@ def default_engine() -> SpeculativeEngine:
     return SpeculativeEngine()
 
 
-def test_a_copy_heavy_prompt_gains_at_least_half_again_in_wall_clock(default_engine: SpeculativeEngine) -> None:
+@pytest.mark.alone
+def test_a_copy_heavy_prompt_gains_at_least_half_again_in_wall_clock(
+    default_engine: SpeculativeEngine, every_core: None
+) -> None:
     """In the default dtype, one run: at least 3 tokens per pass, and 1.5 times as fast as plain decoding."""
     messages = [{"role": "user", "content": next(q.turns[0] for q in load_questions() if "celsius" in q.turns[0])}]
     stats = {"plain": Stats(), "tree": Stats()}

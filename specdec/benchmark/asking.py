@@ -18,6 +18,9 @@ from specdec.speculators import Speculator
 from specdec.speculators.memory import Memory
 from specdec.speculators.replay import Trace
 
+RUN = 5
+"""Tokens in a row that tell a copy from words that happen to come again."""
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -62,7 +65,8 @@ class Session:
             for index, (prompt, answers) in enumerate(turns):
                 lists: dict[str, list[Answer]] = {name: [] for name in self.names}
                 differences = self._differences(prompt, answers)
-                new.append(Sample(question.question_id, question.category, index, lists, differences))
+                copied = copied_share(prompt, answers[self.names[0]].token_ids)
+                new.append(Sample(question.question_id, question.category, index, lists, differences, copied))
         self.samples |= {(sample.question_id, sample.turn): sample for sample in new}
         for index, (prompt, answers) in enumerate(turns):
             for name, answer in answers.items():
@@ -134,6 +138,15 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str
         content = content[:middle] + content[middle + over :]
         token_ids = encode(tokenizer.decode(content))
     return token_ids
+
+
+def copied_share(prompt: Sequence[int], reply: Sequence[int]) -> float:
+    """The share of ``reply`` that lies in runs of at least `RUN` tokens that stand in ``prompt``, too."""
+    runs = {tuple(prompt[i : i + RUN]) for i in range(len(prompt) - RUN + 1)}
+    copied = np.zeros(len(reply), np.bool_)
+    for i in range(len(reply) - RUN + 1):
+        copied[i : i + RUN] |= tuple(reply[i : i + RUN]) in runs
+    return float(copied.mean()) if reply else 0.0
 
 
 def difference(engine: SpeculativeEngine, prompt: Sequence[int], mine: Answer, plain: Answer) -> Difference | None:

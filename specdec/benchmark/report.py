@@ -5,12 +5,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from typing import Any, TypeVar
 
 import numpy as np
 
 from specdec.benchmark.cost import cost_text
 from specdec.benchmark.lanes import Answer, stats
+
+T = TypeVar("T", str, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +26,17 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One prompt (a turn of a question): each lane's answers, one per run, and how its first one differs from plain's."""
+    """One prompt (a turn of a question): each lane's answers, one per run, and how its first one differs from plain's.
+
+    ``copied``: the share of the first lane's reply that stands in the prompt (`specdec.benchmark.asking.copied_share`).
+    """
 
     question_id: str
     category: str
     turn: int
     answers: dict[str, list[Answer]]
     differences: dict[str, Difference | None]
+    copied: float = 0.0
 
     def rate(self, lane: str, tokens: int) -> float:
         """Decode tokens per second over the first ``tokens`` tokens: the median run."""
@@ -41,16 +48,25 @@ class Sample:
         return self.rate(lane, shortest) / self.rate(base, shortest) if shortest else None
 
 
+_COPIED = {0.0: "copied < 20 %", 0.2: "copied 20-50 %", 0.5: "copied 50-80 %", 0.8: "copied >= 80 %"}
+"""Names of the groups of replies by the share that stands in their prompts, by the least of it."""
+
+
 def fold(samples: Sequence[Sample], lanes: Sequence[str]) -> dict[str, Any]:
-    """``{"lanes": {name: figures}}``: every published figure, per lane and, inside, per category."""
-    categories = sorted({sample.category for sample in samples})
+    """``{"lanes": {name: figures}}``: every published figure, per lane and, inside, per category and per share copied."""
+    by_category = _grouped(samples, lambda sample: sample.category)
+    by_copied = _grouped(samples, lambda sample: max(least for least in _COPIED if sample.copied >= least))
     folded = {}
     for lane in lanes:
         folded[lane] = _figures(samples, lane)
-        folded[lane]["by_category"] = {
-            category: _figures([sample for sample in samples if sample.category == category], lane) for category in categories
-        }
+        folded[lane]["by_category"] = {name: _figures(group, lane) for name, group in by_category.items()}
+        folded[lane]["by_copied"] = {_COPIED[least]: _figures(group, lane) for least, group in by_copied.items()}
     return {"lanes": folded}
+
+
+def _grouped(samples: Sequence[Sample], group: Callable[[Sample], T]) -> dict[T, list[Sample]]:
+    """The samples by their ``group``, in its order."""
+    return {name: list(found) for name, found in groupby(sorted(samples, key=group), group)}
 
 
 def _figures(samples: Sequence[Sample], lane: str) -> dict[str, Any]:
@@ -160,7 +176,7 @@ def _interval(summary: dict[str, Any]) -> str:
 
 
 def table(folded: dict[str, Any]) -> str:
-    """The figures as a Markdown table, every lane, then every lane by category; below it what does not fit into one."""
+    """The figures as a Markdown table: every lane, then by category and share copied; below it what does not fit into one."""
     lanes = folded["lanes"]
     columns = [column for column in _COLUMNS if any(f.get(column[1]) is not None for f in lanes.values())]
 
@@ -169,7 +185,8 @@ def table(folded: dict[str, Any]) -> str:
 
     rows = [["lane", "category", *(title for title, _, _ in columns)], *(row(lane, "all", f) for lane, f in lanes.items())]
     for lane, figures in lanes.items():
-        rows += [row(lane, category, f) for category, f in figures.get("by_category", {}).items()]
+        groups = figures.get("by_category", {}) | figures.get("by_copied", {})
+        rows += [row(lane, group, f) for group, f in groups.items()]
     notes = [f"{lane}: {_note(figures)}" for lane, figures in lanes.items() if "shares" in figures]
     notes += [f"{lane} leaves plain's text {_leavings(found)}" for lane, f in lanes.items() if (found := f.get("differences"))]
     told = {lane: f.get("identical") is not None for lane, f in lanes.items()}

@@ -49,7 +49,7 @@ class HybridSpeculator:
         self,
         *,
         n: int = LONGEST,
-        gamma: int = 16,
+        gamma: int = 24,
         vocab_size: int = ANY_ID,
         memory: Memory | None = None,
         vocabulary: Vocabulary | None = None,

@@ -13,6 +13,6 @@ class NGramSpeculator(HybridSpeculator):
     """
 
     def __init__(
-        self, n: int = LONGEST, gamma: int = 16, *, vocab_size: int = ANY_ID, learning_rate: float = LEARNING_RATE
+        self, n: int = LONGEST, gamma: int = 24, *, vocab_size: int = ANY_ID, learning_rate: float = LEARNING_RATE
     ) -> None:
         super().__init__(n=n, gamma=gamma, vocab_size=vocab_size, recycling=False, learning_rate=learning_rate)

@@ -415,6 +415,7 @@ def test_the_speed_selector_sets_the_pace_and_whether_beats_are_told(page: Page)
     assert seconds() < quick
 
 
+@pytest.mark.alone
 def test_a_speed_that_was_chosen_before_the_first_step_counts(page: Page) -> None:
     start, *steps, end = feed_payloads(9)
     receive(page, start)
@@ -532,6 +533,7 @@ def test_the_step_at_a_pause_and_the_end_of_a_reply_are_spoken(page: Page) -> No
     expect(spoken).to_have_text(f"Reply finished: {feed.recorder.stats.tokens} tokens in 4 passes.")
 
 
+@pytest.mark.alone
 def test_the_first_node_of_the_recorded_example_is_drawn_within_two_seconds(chromium: Browser, address: str) -> None:
     def milliseconds() -> float:
         page = chromium.new_page()
@@ -1008,6 +1010,7 @@ def test_a_race_waits_until_it_is_in_sight_and_tells_its_result_at_the_finish(pa
     assert page.locator(".race output").count() == 0, "a clock is no live region"
 
 
+@pytest.mark.alone
 def test_a_race_without_motion_is_at_its_finish_at_once(page: Page) -> None:
     race(page, steps=200)
     page.evaluate("document.querySelector('#lap').hidden = false")

@@ -38,6 +38,11 @@ def test_a_trace_survives_the_file(trace: dict[str, Any], tmp_path: Path) -> Non
         assert now["figures"] == pytest.approx(was["figures"], rel=1e-3)
 
 
+def test_a_byte_order_mark_is_no_harm(trace: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "reply.json").write_text(json.dumps(trace), encoding="utf-8-sig")
+    assert load_trace(tmp_path / "reply.json") == load_trace(json.dumps(trace))
+
+
 def test_figures_in_a_file_are_not_trusted(trace: dict[str, Any]) -> None:
     trace["steps"][-1]["figures"]["speedup"] = 1000.0
     assert load_trace(json.dumps(trace))["steps"][-1]["figures"]["speedup"] < 10
@@ -157,7 +162,10 @@ def test_huge_missing_and_binary_files_are_refused(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(traces, "MAX_BYTES", 1000)
     (tmp_path / "huge.json").write_text("x" * 1001)
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
-    for name, message in (("huge", "larger"), ("missing", "cannot be read"), ("binary", "UTF-8")):
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "foreign.json").write_text("{}")
+    refused = {"huge": "larger", "missing": "cannot be read", "binary": "UTF-8", "broken": "no valid JSON", "foreign": "format"}
+    for name, message in refused.items():
         with pytest.raises(TraceError, match=rf"{name}.json.*{message}"):
             load_trace(tmp_path / f"{name}.json")
 

@@ -131,10 +131,13 @@ def save_trace(trace: Json, path: Path) -> None:
 def load_trace(source: Path | str) -> Json:
     """A trace from a file (a Path) or from its text (a str). Raises TraceError, in one line, for anything else."""
     if isinstance(source, Path):
-        source = _read(source)
+        try:
+            return load_trace(_read(source))
+        except TraceError as error:
+            raise TraceError(f"{source.name}: {error}") from None
     _check(len(source) <= MAX_BYTES, f"larger than {MAX_BYTES >> 20} MiB")
     try:
-        trace = json.loads(source)
+        trace = json.loads(source.removeprefix("\ufeff"))  # the byte order mark of some editors
     except (ValueError, RecursionError):
         raise TraceError("not a trace: no valid JSON") from None
     _check(isinstance(trace, dict) and trace.get("format") == FORMAT, f'not a trace: "format" is not "{FORMAT}"')
@@ -169,12 +172,12 @@ def to_html(trace: Json) -> str:
 
 def _read(path: Path) -> str:
     try:
-        _check(path.stat().st_size <= MAX_BYTES, f"{path.name}: larger than {MAX_BYTES >> 20} MiB")
+        _check(path.stat().st_size <= MAX_BYTES, f"larger than {MAX_BYTES >> 20} MiB")
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise TraceError(f"{path.name}: cannot be read ({error.strerror})") from None
+        raise TraceError(f"cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
-        raise TraceError(f"{path.name}: not a trace: no UTF-8 text") from None
+        raise TraceError("not a trace: no UTF-8 text") from None
 
 
 def _records(steps: list[Any]) -> Iterable[Json]:

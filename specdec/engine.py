@@ -25,7 +25,7 @@ from specdec.errors import LoadError, is_out_of_memory
 from specdec.loading import load, out_of_memory
 from specdec.prompt import Message, Prompt
 from specdec.reply import Reply
-from specdec.request import MAX_BUDGET, Request, resolve
+from specdec.request import MAX_BUDGET, Request, RequestError, resolve
 from specdec.speculators import Proposal, Speculator
 from specdec.speculators.hybrid import HybridSpeculator, warm_up
 from specdec.speculators.memory import Memory
@@ -41,16 +41,22 @@ class ConversationBusyError(RuntimeError):
 
 @dataclass(slots=True)
 class Conversation:
-    """All mutable state of one chat: the K/V of its committed tokens and its speculator.
+    """All mutable state of one chat with ``target``: the K/V of its committed tokens and its speculator.
 
     ``token_ids`` are the tokens whose K/V is cached. After a stopped or failed reply it holds what was committed by then,
-    so the next turn continues as from a fresh start.
+    so the next turn continues as from a fresh start. So it does after the model's weights were changed, unless they were
+    written to through ``weight.data`` or a numpy view, which nobody sees.
     """
 
-    cache: TreeCache
+    target: TargetModel
     speculator: Speculator
+    cache: TreeCache = field(init=False)
     token_ids: list[int] = field(default_factory=list)
+    _weights: list[tuple[int, int]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.cache = self.target.new_cache()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -64,6 +70,9 @@ class Conversation:
 
     def rewind(self, token_ids: Sequence[int]) -> int:
         """Keep the longest cached prefix of ``token_ids`` and forget the rest; how many tokens stay cached."""
+        before, self._weights = self._weights, self.target.weights()
+        if self._weights != before:
+            token_ids = ()
         shared = next(
             (i for i, (a, b) in enumerate(zip(self.token_ids, token_ids, strict=False)) if a != b),
             min(len(self.token_ids), len(token_ids)),
@@ -97,6 +106,8 @@ class SpeculativeEngine:
         if isinstance(model, PreTrainedModel):
             if tokenizer is None:
                 raise TypeError("a loaded model needs its tokenizer: SpeculativeEngine(model, tokenizer)")
+            if idle := sorted(loading.keys() - {"progress"}):
+                raise TypeError(f"{', '.join(idle)} cannot be used with a loaded model: convert and move the model itself")
             self.model, self.tokenizer, self.name = model, tokenizer, model.name_or_path or type(model).__name__
         else:
             loaded = load(model, **loading)
@@ -130,7 +141,7 @@ class SpeculativeEngine:
         Without ``remember`` it neither knows nor changes the engine's memory.
         """
         make = self._speculator or partial(self.speculator, self.memory if remember else None)
-        return Conversation(self.target.new_cache(), make())
+        return Conversation(self.target, make())
 
     def study(self, progress: Callable[[str, float], bool], rounds: int = ROUNDS) -> None:
         """Complete what the speculator knows of the model itself, once per model; see `specdec.study`."""
@@ -160,6 +171,8 @@ class SpeculativeEngine:
         Arguments are checked here, before the first step: raises RequestError, PromptError. A conversation that is already
         streaming raises ConversationBusyError at the first step; MemoryFullError where the device has no memory left.
         """
+        if conversation is not None and getattr(conversation, "target", None) is not self.target:
+            raise RequestError("this conversation is of another engine: pass what conversation() of this one makes, or none")
         request = resolve(self.model, self.tokenizer, self.target.context_limit, prompt, **arguments)
         return self._decode(request, conversation or self.conversation())
 

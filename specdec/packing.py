@@ -60,7 +60,7 @@ class PackedWeights:
 class _PackedLinear:
     """Stands for the forward of ``layer``; a weight that was changed, converted or exchanged is packed anew.
 
-    Changed so that torch counts it: a write through ``weight.data`` or a numpy view of it is not seen.
+    Changed as `state` sees it: a write through ``weight.data`` or a numpy view of it is not seen.
     """
 
     def __init__(self, layer: nn.Linear) -> None:
@@ -68,14 +68,14 @@ class _PackedLinear:
         self._pack(layer.weight)
 
     def _pack(self, weight: Tensor) -> None:
-        self._seen, self._state = weight.detach(), _state(weight)  # which is kept, so that no other gets its address
+        self._seen, self._state = weight.detach(), state(weight)  # which is kept, so that no other gets its address
         self._packed = torch.ops.mkldnn._reorder_linear_weight(self._seen, _ROWS) if _fits(weight) else None
 
     def __call__(self, rows: Tensor) -> Tensor:
         """``rows`` [..., in] -> [..., out]."""
         layer = self._layer
         weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
-        if weight is not None and _state(weight) != self._state:
+        if weight is not None and state(weight) != self._state:
             self._pack(weight)
         if weight is None or self._packed is None or rows.dtype != weight.dtype:  # pruned, reparametrised, converted ...
             return type(layer).forward(layer, rows)
@@ -83,9 +83,9 @@ class _PackedLinear:
         return product
 
 
-def _state(weight: Tensor) -> tuple[int, int]:
-    """Another one once ``weight`` was written to, in place or by new data."""
-    return weight._version, weight.data_ptr()
+def state(weight: Tensor) -> tuple[int, int]:
+    """Another one once ``weight`` was written to so that torch counts it, or got new data."""
+    return 0 if weight.is_inference() else weight._version, weight.data_ptr()
 
 
 def _packed(model: nn.Module) -> list[tuple[dict[str, Any], _PackedLinear]]:

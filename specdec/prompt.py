@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from operator import index
+from typing import Any, cast
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -46,11 +47,12 @@ def encode(
     if isinstance(prompt, Prompt):
         encoded = prompt
     elif isinstance(prompt, str):
+        _check_text(prompt)
         encoded = Prompt(tuple(tokenizer(prompt)["input_ids"]))
-    elif prompt and isinstance(prompt[0], Mapping):
+    elif isinstance(prompt, Sequence) and isinstance(next(iter(prompt), None), Mapping):
         encoded = _encode_chat(tokenizer, list(cast(Sequence[Message], prompt)), limit - reserve)
     else:
-        encoded = Prompt(tuple(int(token) for token in cast(Sequence[int], prompt)))
+        encoded = Prompt(_token_ids(prompt))
     if not encoded.token_ids:
         raise PromptError("the prompt is empty: there is no token to continue from")
     if len(encoded.token_ids) > limit:
@@ -58,6 +60,23 @@ def encode(
             f"the prompt has {len(encoded.token_ids)} tokens, but only {limit} fit the model's context; shorten it"
         )
     return encoded
+
+
+def _token_ids(prompt: Any) -> tuple[int, ...]:
+    """Of a list, or of anything else that has integers one after the other, such as an array."""
+    try:
+        return tuple(map(index, prompt))
+    except TypeError as error:
+        shown = " ".join(repr(prompt).split())[:80]
+        raise PromptError(f"{shown} is no prompt: pass a text, a list of chat messages, or a list of token ids") from error
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise PromptError(f"the prompt holds half a character ({half!r}, a lone surrogate): leave it out") from error
 
 
 def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message], room: int) -> Prompt:
@@ -68,13 +87,16 @@ def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message], ro
     for message in messages:
         if not (isinstance(message, Mapping) and {"role", "content"} <= message.keys()):
             raise PromptError(f'a chat message needs "role" and "content": {str(message)[:80]}')
+        for value in message.values():
+            if isinstance(value, str):
+                _check_text(value)
     system = messages[:1] if messages[0]["role"] == "system" else []
     rest = messages[len(system) :]
 
     def encoded(start: int) -> tuple[int, ...]:
         try:
             return tuple(tokenizer.apply_chat_template(system + rest[start:], add_generation_prompt=True, return_dict=False))
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:  # the latter from a template that adds texts to what is none
             raise PromptError(f"the chat template of {tokenizer.name_or_path} refuses these messages: {error}") from error
 
     token_ids = encoded(0)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from math import inf
+from numbers import Integral, Real
+from types import UnionType
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from transformers import (
@@ -16,6 +19,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from specdec.errors import first_line
 from specdec.prompt import Message, Prompt, PromptError, encode, fair_share
 from specdec.sampling import PresencePenaltyProcessor, Sampler
 
@@ -39,6 +43,53 @@ _NEUTRAL = {
 
 class RequestError(ValueError):
     """An argument that cannot be honoured; the message names it and what to pass instead."""
+
+
+class _Kind(NamedTuple):
+    """What an argument may be: whether a value is, and in words."""
+
+    holds: Callable[[Any], bool]
+    words: str
+
+
+def _number(kind: type[Any], words: str, least: float = -inf, most: float = inf) -> _Kind:
+    return _Kind(lambda value: isinstance(value, kind) and not isinstance(value, bool) and least <= value <= most, words)
+
+
+def _some(kind: type | UnionType, words: str) -> _Kind:
+    """One, or a list of them."""
+    return _Kind(
+        lambda value: all(isinstance(one, kind) for one in (value if isinstance(value, list | tuple) else [value])), words
+    )
+
+
+_BUDGET = _number(Integral, f'"auto" or a whole number from 0 to {MAX_BUDGET}', 0, MAX_BUDGET)
+_CALLABLES = _Kind(lambda value: isinstance(value, list | tuple) and all(map(callable, value)), "a list of functions")
+_KINDS = {
+    "decoding": _Kind(get_args(Decoding).__contains__, "tree, linear or plain"),
+    "budget": _BUDGET._replace(holds=lambda value: value == "auto" or _BUDGET.holds(value)),
+    "seed": _number(Integral, "a whole number"),
+    "presence_penalty": _number(Real, "a number"),
+    "cancelled": _Kind(callable, "a function"),
+    "generation_config": _Kind(lambda value: isinstance(value, GenerationConfig), "a GenerationConfig of transformers"),
+    "do_sample": _Kind(lambda value: isinstance(value, bool), "True or False"),
+    "stop_strings": _some(str, "a text or a list of texts"),
+    "eos_token_id": _some(Integral | torch.Tensor, "a token id or a list of them"),
+    **dict.fromkeys(("logits_processor", "stopping_criteria"), _CALLABLES),
+    **dict.fromkeys(("max_new_tokens", "max_length"), _number(Integral, "a whole number, at least 1", 1)),
+    **dict.fromkeys(
+        ("min_new_tokens", "min_length", "top_k", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+        _number(Integral, "a whole number, at least 0", 0),
+    ),
+    **dict.fromkeys(
+        ("temperature", "repetition_penalty", "encoder_repetition_penalty", "max_time"),
+        _number(Real, "a number, at least 0", 0),
+    ),
+    **dict.fromkeys(
+        ("top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"), _number(Real, "a number from 0 to 1", 0, 1)
+    ),
+}
+"""Of the arguments of a call, those whose wrong values nobody else refuses by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +128,20 @@ def resolve(
     **generation: Any,
 ) -> Request:
     """Check the arguments of `SpeculativeEngine.stream`. Raises RequestError or PromptError."""
-    if decoding not in get_args(Decoding):
-        raise RequestError(f"decoding={decoding!r} is unknown; choose one of {', '.join(get_args(Decoding))}")
-    if budget != "auto" and not (isinstance(budget, int) and 0 <= budget <= MAX_BUDGET):
-        raise RequestError(f'budget={budget!r} is not a node budget; pass "auto" or a number of nodes from 0 to {MAX_BUDGET}')
-    if not isinstance(seed, int):
-        raise RequestError(f"seed={seed!r} is not an integer")
-    for name, value in generation.items():
-        if name in ("max_new_tokens", "max_length") and value is not None and value < 1:
-            raise RequestError(f"{name}={value} leaves nothing to generate; pass at least 1")
-        if name in ("top_p", "min_p") and value is not None and not 0 <= value <= 1:
-            raise RequestError(f"{name}={value} is not a probability; pass a number from 0 to 1")
+    needed = {"decoding": decoding, "budget": budget, "seed": seed, "cancelled": cancelled}
+    optional = {
+        "presence_penalty": presence_penalty,
+        "logits_processor": logits_processor,
+        "stopping_criteria": stopping_criteria,
+        "generation_config": generation_config,
+        **getattr(generation_config, "__dict__", {}),
+        **generation,
+    }
+    _check(needed | {name: value for name, value in optional.items() if value is not None})
     try:
         config, unknown = model._prepare_generation_config(generation_config, **generation)
-    except ValueError as error:
-        raise RequestError(str(error)) from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise RequestError(first_line(error)) from error
     if unknown:
         raise RequestError(f"unknown argument {', '.join(sorted(unknown))}; arguments are those of transformers' generate")
     for name, neutral in _NEUTRAL.items():
@@ -129,8 +179,8 @@ def resolve(
             device=model.device,
             model_kwargs={},
         )
-    except ValueError as error:
-        raise RequestError(str(error)) from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise RequestError(first_line(error)) from error
     criteria = StoppingCriteriaList(stopping_criteria or [])
     if config.max_time is not None:
         criteria.append(MaxTimeCriteria(config.max_time))
@@ -140,8 +190,8 @@ def resolve(
     return Request(
         prompt=encoded,
         decoding=decoding,  # type: ignore[arg-type]
-        budget=budget,
-        sampler=Sampler(processors, seed if config.do_sample else None),
+        budget=budget if budget == "auto" else int(budget),
+        sampler=Sampler(processors, int(seed) if config.do_sample else None),
         max_new_tokens=limit,
         length_reason="context" if limit == room else "length",
         eos_token_ids=frozenset(eos | {tokenizer.convert_tokens_to_ids(string) for string in special}),
@@ -150,3 +200,11 @@ def resolve(
         details=details,
         cancelled=cancelled,
     )
+
+
+def _check(arguments: dict[str, Any]) -> None:
+    for name, value in arguments.items():
+        kind = _KINDS.get(name)
+        if kind is not None and not kind.holds(value):
+            shown = " ".join(f"{name}={value!r}".split())[:80]
+            raise RequestError(f"{shown} cannot be used: pass {kind.words}")

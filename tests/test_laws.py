@@ -20,6 +20,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from specdec.engine import Conversation, ConversationBusyError, SpeculativeEngine
 from specdec.reply import Reply
+from specdec.request import RequestError
 from specdec.sampling import PresencePenaltyProcessor
 from specdec.speculators import Proposal
 from specdec.step import Step
@@ -313,6 +314,24 @@ def test_law_6_cancelling_ends_the_reply_within_one_step_and_keeps_what_was_said
     assert steps[-1].finish_reason == "cancelled"
     assert not list(engine.stream(PROMPT + " on", conversation=chat, max_new_tokens=5, cancelled=lambda: True))
     assert len(ids(list(engine.stream(PROMPT, conversation=chat, max_new_tokens=5)))) == 5
+
+
+def test_law_6_weights_that_changed_are_read_anew() -> None:
+    engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer())
+    chat = engine.conversation()
+    before = ids(list(engine.stream(PROMPT, conversation=chat, max_new_tokens=20)))
+    other = tiny_model(ARCHITECTURES["llama"], seed=5).state_dict()
+    for assign in (False, True):  # written to in place, or exchanged
+        engine.model.load_state_dict({name: weight * (1 + assign) for name, weight in other.items()}, assign=assign)
+        after = ids(list(engine.stream(PROMPT, max_new_tokens=20)))
+        assert after != before
+        assert ids(list(engine.stream(PROMPT, conversation=chat, max_new_tokens=20))) == after
+        before = after
+
+
+def test_a_conversation_of_another_engine_is_refused() -> None:
+    with pytest.raises(RequestError, match="of another engine"):
+        tiny_engine("llama").stream(PROMPT, conversation=tiny_engine("gpt2").conversation())
 
 
 def test_a_conversation_serves_one_reply_at_a_time() -> None:

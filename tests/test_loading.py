@@ -302,6 +302,12 @@ def test_an_unknown_device_or_dtype_is_named(options: dict[str, str], culprit: s
     assert "--d" in line
 
 
+def test_what_loads_a_model_is_refused_with_a_loaded_one() -> None:
+    loaded = tiny_engine()
+    with pytest.raises(TypeError, match="device, dtype cannot be used with a loaded model"):
+        SpeculativeEngine(loaded.model, loaded.tokenizer, dtype="float16", device="cpu")
+
+
 def test_too_little_memory_is_said_before_loading(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "free_bytes", lambda _: 1000.0)
     line = failure(tiny_folder, device="cpu", dtype="float32")

@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from toys import CONTEXT, VOCAB, tiny_engine, tokenizer
+from transformers import GenerationConfig
 
 from specdec.prompt import Prompt, PromptError, encode, fair_share
 from specdec.request import RequestError
@@ -71,6 +74,9 @@ def test_what_a_chat_template_refuses_is_named() -> None:
     strict.chat_template = "{{ raise_exception('System role not supported') }}"
     with pytest.raises(PromptError, match="System role not supported"):
         encode(strict, turns(1), 100)
+    strict.chat_template = "{{ messages[0]['content'] + 'x' }}"
+    with pytest.raises(PromptError, match="refuses these messages"):
+        encode(strict, [{"role": "user", "content": None}], 100)  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB])
@@ -82,6 +88,28 @@ def test_a_token_id_outside_the_vocabulary_is_named(token: int) -> None:
 def test_one_message_longer_than_the_context_is_named() -> None:
     with pytest.raises(PromptError, match="shorten"):
         tiny_engine().stream([{"role": "user", "content": "x" * CONTEXT}])
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [None, 5, ["a", "b"], [[5, 6]], [5.0], {"role": "user", "content": "hi"}, np.array([[5, 6], [7, 8]]), torch.ones(2, 2)],
+    ids=["None", "number", "texts", "nested", "floats", "message", "array", "tensor"],
+)
+def test_what_is_no_prompt_is_named(prompt: Any) -> None:
+    with pytest.raises(PromptError, match="no prompt: pass a text") as caught:
+        tiny_engine().stream(prompt)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("prompt", [np.array([5, 6, 7]), torch.tensor([5, 6, 7]), range(5, 8), (5, 6, 7)])
+def test_token_ids_may_come_in_any_sequence(prompt: Any) -> None:
+    assert encode(tokenizer(), prompt, 10) == Prompt((5, 6, 7))
+
+
+@pytest.mark.parametrize("prompt", ["a\ud800", [{"role": "user", "content": "a\ud800"}]], ids=["text", "chat"])
+def test_half_a_character_is_named(prompt: Any) -> None:
+    with pytest.raises(PromptError, match=r"half a character \('\\ud800'"):
+        encode(tokenizer(), prompt, 100)
 
 
 @pytest.mark.parametrize("prompt", ["", [], Prompt(())])
@@ -103,7 +131,29 @@ def test_a_model_without_a_chat_template_is_named() -> None:
         ({"decoding": "beam"}, "decoding='beam'"),
         ({"budget": -1}, "budget=-1"),
         ({"budget": "big"}, "budget='big'"),
-        ({"seed": 0.5}, "seed"),
+        ({"seed": 0.5}, "seed=0.5"),
+        ({"seed": True}, "seed=True"),
+        ({"decoding": None}, "decoding=None"),
+        ({"cancelled": True}, "cancelled=True"),
+        ({"presence_penalty": float("nan")}, "presence_penalty=nan"),
+        ({"logits_processor": 5}, "logits_processor=5"),
+        ({"stopping_criteria": [5]}, r"stopping_criteria=\[5\]"),
+        ({"generation_config": {}}, "generation_config={}.*GenerationConfig"),
+        ({"generation_config": GenerationConfig(max_new_tokens=1.5)}, "max_new_tokens=1.5"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens=1.5"),
+        ({"max_new_tokens": "7"}, "max_new_tokens='7'"),
+        ({"max_new_tokens": True}, "max_new_tokens=True"),
+        ({"temperature": "x"}, "temperature='x'"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_p": "x"}, "top_p='x'"),
+        ({"top_p": float("nan")}, "top_p=nan"),
+        ({"top_k": "x"}, "top_k='x'"),
+        ({"do_sample": "yes"}, "do_sample='yes'"),
+        ({"stop_strings": 5}, "stop_strings=5"),
+        ({"stop_strings": [5]}, r"stop_strings=\[5\]"),
+        ({"eos_token_id": "x"}, "eos_token_id='x'"),
+        ({"watermarking_config": 5}, "int"),
+        ({"conversation": 5}, "conversation"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"temprature": 0.5}, "temprature"),
         ({"num_beams": 4}, "num_beams=4"),
@@ -115,5 +165,14 @@ def test_a_model_without_a_chat_template_is_named() -> None:
     ],
 )
 def test_a_bad_argument_is_named_before_anything_runs(arguments: dict[str, Any], culprit: str) -> None:
-    with pytest.raises(RequestError, match=culprit):
+    with pytest.raises(RequestError, match=culprit) as caught:
         tiny_engine().stream("hello", **arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_numbers_of_numpy_and_none_where_generate_takes_it_are_as_good_as_pythons() -> None:
+    engine = tiny_engine()
+    plain = engine.generate("hello", max_new_tokens=5, do_sample=True, temperature=0.7, seed=3, budget=4)
+    arguments: dict[str, Any] = {"max_new_tokens": np.int64(5), "temperature": np.float64(0.7), "seed": np.int64(3)}
+    arguments |= {"budget": np.int64(4), "stop_strings": None, "top_p": None, "presence_penalty": None}
+    assert engine.generate("hello", do_sample=True, **arguments) == plain

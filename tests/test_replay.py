@@ -44,7 +44,7 @@ def live_trace(prompts: list[str]) -> list[Trace]:
     """What the engine says to ``prompts``, one after the other in one conversation, recorded on the way."""
     engine = tiny_engine()
     recorder = Recorder(HybridSpeculator(vocab_size=VOCAB))
-    chat = Conversation(engine.target.new_cache(), recorder)
+    chat = Conversation(engine.target, recorder)
     traces, text = [], ""
     for prompt in prompts:
         text += prompt
@@ -70,7 +70,7 @@ def test_a_recorded_view_is_the_targets_own_in_every_turn() -> None:
 def test_a_replay_takes_the_live_engines_passes_where_it_knows_all_that_the_speculator_sees(budget: int) -> None:
     engine = tiny_engine()
     replayed, live = HybridSpeculator(vocab_size=VOCAB, recycling=False), HybridSpeculator(vocab_size=VOCAB, recycling=False)
-    chat = Conversation(engine.target.new_cache(), live)
+    chat = Conversation(engine.target, live)
     for recorded in live_trace(["abcabcabcabc", "abcabc", "xyxyxyxy"]):
         steps = list(engine.stream(recorded.prompt_ids.tolist(), conversation=chat, max_new_tokens=24, budget=budget))
         score = replay(recorded, replayed, budget)

@@ -76,7 +76,7 @@ class EngineLane:
     def start(self) -> None:
         """A fresh conversation; what the speculator remembers across conversations is the factory's business."""
         speculator = Recorder(self.speculator()) if self.record else self.speculator()
-        self.conversation = Conversation(self.engine.target.new_cache(), speculator)
+        self.conversation = Conversation(self.engine.target, speculator)
 
     def answer(self, prompt: Sequence[int], arguments: dict[str, Any]) -> Answer:
         """Stream the reply, timing each step from outside: everything the engine does counts."""

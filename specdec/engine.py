@@ -20,12 +20,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specdec.accept import accept
 from specdec.cache import TreeCache
 from specdec.cost import PassCost
-from specdec.devices import give_back_memory
-from specdec.errors import LoadError, is_out_of_memory
+from specdec.devices import dtype_name, give_back_memory
+from specdec.errors import LoadError, NotANumberError, is_out_of_memory
 from specdec.loading import load, out_of_memory
 from specdec.prompt import Message, Prompt
 from specdec.reply import Reply
 from specdec.request import MAX_BUDGET, Request, RequestError, resolve
+from specdec.sampling import NO_TOKEN
 from specdec.speculators import Proposal, Speculator
 from specdec.speculators.hybrid import HybridSpeculator, warm_up
 from specdec.speculators.memory import Memory
@@ -169,7 +170,8 @@ class SpeculativeEngine:
         runs to its end-of-sequence token or the model's context.
 
         Arguments are checked here, before the first step: raises RequestError, PromptError. A conversation that is already
-        streaming raises ConversationBusyError at the first step; MemoryFullError where the device has no memory left.
+        streaming raises ConversationBusyError at the first step; MemoryFullError where the device has no memory left;
+        NotANumberError where the model's logits are NaN.
         """
         if conversation is not None and getattr(conversation, "target", None) is not self.target:
             raise RequestError("this conversation is of another engine: pass what conversation() of this one makes, or none")
@@ -215,6 +217,10 @@ class SpeculativeEngine:
         reading = reply.read(logits, tree, top_k)
         accepting = time.perf_counter()
         verdict = accept(tree, reading.choose)
+        if verdict.next_token == NO_TOKEN:
+            dtype = dtype_name(self.model.dtype)
+            remedy = "get its weights again, or choose another --model" if dtype == "float32" else "use --dtype float32"
+            raise NotANumberError(f"the logits of {self.name} are not numbers (NaN) in {dtype}: {remedy}")
         emitted, text = reply.emit(tree, verdict)
         committing = time.perf_counter()
         kept = verdict.path[: len(emitted)]  # a stop inside the path: what follows it is not cached

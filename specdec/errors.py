@@ -13,6 +13,10 @@ class MemoryFullError(RuntimeError):
     """A device without memory for the next pass of a reply, in one line; what was committed by then stays valid."""
 
 
+class NotANumberError(RuntimeError):
+    """A target pass that gave no numbers to choose by, in one line; what was committed before it stays valid."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` says that memory ran out; torch has a class for that on some devices and only words on others."""
     words = ("allocate memory", "not enough memory", "out of memory")

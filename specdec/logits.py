@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specdec.sampling import NO_TOKEN
 from specdec.speculators import TopK
 from specdec.speculators._compiled import compiled
 from specdec.step import TargetView
@@ -20,15 +23,22 @@ TAIL = 4096
 
 
 def argmax(logits: Tensor) -> list[int]:
-    """The best token of each row of ``logits`` [N, V] float32, the first of equals."""
-    if logits.device.type == "cpu":  # numpy's is several times faster there
-        best: list[int] = logits.numpy().argmax(-1).tolist()
-    else:
-        best = logits.argmax(-1).tolist()
-    return best
+    """The best token of each row of ``logits`` [N, V] float32, the first of equals; NO_TOKEN for a row with a NaN."""
+    if logits.device.type != "cpu":
+        return _chosen(*(part.cpu().numpy() for part in logits.max(-1)))
+    rows = logits.numpy()
+    tokens = rows.argmax(-1)  # several times faster than torch's
+    return _chosen(rows[np.arange(len(rows)), tokens], tokens)
+
+
+def _chosen(scores: NDArray[np.float32], tokens: NDArray[Any]) -> list[int]:
+    """``tokens`` that are the best by ``scores``; NO_TOKEN where that is not a number."""
+    chosen: list[int] = np.where(np.isnan(scores), NO_TOKEN, tokens).tolist()
+    return chosen
 
 
 @torch.inference_mode()
+@np.errstate(invalid="ignore")  # that logits are no numbers is told by whoever chooses by them
 def top_tokens(logits: Tensor, k: int) -> TopK:
     """The ``k`` most probable next tokens of each row of ``logits`` [N, V] float32, with log-probabilities, best first.
 
@@ -51,23 +61,25 @@ def top_tokens(logits: Tensor, k: int) -> TopK:
 
 @torch.inference_mode()
 def fetch(
-    logits: Tensor, choices: Tensor | None, k: int, tree: TokenTree | None = None
+    logits: Tensor, best: tuple[Tensor, Tensor] | None, k: int, tree: TokenTree | None = None
 ) -> tuple[list[int], TopK, TargetView | None]:
-    """``choices`` [N] and the view of ``tree``, where given, and the ``k`` best next tokens of ``logits`` [N, V] float32.
+    """The choices and the view of ``tree``, where given, and the ``k`` best next tokens of ``logits`` [N, V] float32.
 
-    Computed where they lie and brought to the host in one transfer, the only one that waits for the device.
+    ``best``: scores and tokens [N] of the choices, as `Sampler.draw` gives them. All is computed where it lies and brought to
+    the host in one transfer, the only one that waits for the device.
     """
     k = min(k, logits.shape[1])
     values, places = logits.topk(k, dim=-1)
     logprobs = values - logits.logsumexp(-1, keepdim=True) if k else values
     nothing = logits.new_empty(len(logits), 0)
-    chosen = nothing if choices is None else choices[:, None]
+    scores, tokens = (nothing, nothing) if best is None else (part[:, None] for part in best)
     seen = nothing if tree is None else view_on_device(logits, tree)
-    parts = [chosen.to(torch.int32), places.to(torch.int32), logprobs.view(torch.int32), seen.view(torch.int32)]
+    numbers, integers = [scores, logprobs, seen], [tokens, places]
+    parts = [*(part.view(torch.int32) for part in numbers), *(part.to(torch.int32) for part in integers)]
     packed = torch.cat(parts, dim=1).cpu().numpy()
-    own, token_ids, bits, view = np.split(packed, np.cumsum([part.shape[1] for part in parts[:-1]]), axis=1)
-    top = TopK(token_ids, np.ascontiguousarray(bits).view(np.float32))
-    return own.ravel().tolist(), top, None if tree is None else _view(np.ascontiguousarray(view).view(np.float32))
+    columns = np.split(packed, np.cumsum([part.shape[1] for part in parts[:-1]]), axis=1)
+    own, logprob, view = (np.ascontiguousarray(column).view(np.float32) for column in columns[:3])
+    return _chosen(own.ravel(), columns[3].ravel()), TopK(columns[4], logprob), None if tree is None else _view(view)
 
 
 @compiled

@@ -63,8 +63,8 @@ class Reply:
         sampler = self._request.sampler
         if self._at_once and sampler.is_blind:
             positions = (tree.depths() + self._length).tolist()
-            choices = logits.argmax(-1) if sampler.is_argmax else sampler.draw(logits, positions)
-            chosen, top, view = fetch(logits, choices, top_k, tree if self._request.details else None)
+            best = logits.max(-1) if sampler.is_argmax else sampler.draw(logits, positions)
+            chosen, top, view = fetch(logits, best, top_k, tree if self._request.details else None)
             return Reading(chosen.__getitem__, lambda: top, lambda: view or target_view(logits, tree))
         choose: Callable[[int], int]
         if sampler.is_argmax:

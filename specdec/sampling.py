@@ -7,7 +7,6 @@ position does not depend on how the text before it was decoded: plain, linear an
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,6 +43,9 @@ _BLIND = (
     TypicalLogitsWarper,
 )
 """Processors that look at the scores alone, each row by itself, and never at the text."""
+
+NO_TOKEN = -1
+"""The choice where the best score is not a number."""
 
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
@@ -102,8 +104,10 @@ class Sampler:
         """True where the choice does not depend on the text before it, but for its length: `draw` serves then."""
         return all(type(processor) in _BLIND for processor in self.processors)
 
-    def draw(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
-        """All choices at once, [N]: `choose` for each row of ``logits`` [N, V], whose token will stand at its position.
+    def draw(self, logits: Tensor, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """All choices at once: `choose` for each row of ``logits`` [N, V], whose token will stand at its position.
+
+        Their scores [N] float32 and tokens [N]; a score that is not a number stands for `NO_TOKEN`.
 
         For processors that are blind to the text only (`is_blind`). Nothing waits for the device.
         """
@@ -111,16 +115,19 @@ class Sampler:
         blank = torch.empty(len(rows), 0, dtype=torch.int64, device=logits.device)
         scores: Tensor = self.processors(blank, rows.to(torch.float32, copy=True))[: len(logits)]
         if self.seed is None:
-            return scores.argmax(-1)
+            best, tokens = scores.max(-1)
+            return best, tokens
         keys = [_key(self.seed, position) for position in positions]
         halves = np.array([[key & _MASK32 for key in keys], [key >> 32 for key in keys]], np.int64)
         low, high = to_device(halves[:, :, None], logits.device)
         noise = _gumbel(low, high, torch.arange(logits.shape[1], device=logits.device))
-        return torch.where(torch.isfinite(scores), scores.double() + noise, -math.inf).argmax(-1)
+        best, tokens = (scores.double() + noise).max(-1)
+        return best.float(), tokens
 
     def choose(self, logits: Tensor, input_ids: Tensor) -> int:
         """The token after ``input_ids`` [1, L], whose last position gave ``logits`` [V]; it will stand at position L."""
-        return int(self.perturbed(logits, input_ids).argmax())
+        best, token = self.perturbed(logits, input_ids).max(-1)
+        return int(token.masked_fill(best.isnan(), NO_TOKEN))
 
     def perturbed(self, logits: Tensor, input_ids: Tensor) -> Tensor:
         """Processed scores [V] plus, when sampling, the noise of position L: the token drawn is their argmax."""
@@ -130,8 +137,8 @@ class Sampler:
         if scores.device.type == "mps":  # which has no float64
             scores = scores.cpu()
         kept = torch.isfinite(scores).nonzero()[:, 0]  # what top-k, top-p and min-p left over
-        drawn = torch.full_like(scores, -math.inf, dtype=torch.float64)
-        drawn[kept] = scores[kept].double() + gumbel_noise(self.seed, input_ids.shape[1], kept)
+        drawn = scores.double()
+        drawn[kept] += gumbel_noise(self.seed, input_ids.shape[1], kept)
         return drawn
 
 

@@ -19,6 +19,7 @@ from toys import ARCHITECTURES, CONTEXT, EOS, PATHS, VOCAB, OracleSpeculator, ti
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from specdec.engine import Conversation, ConversationBusyError, SpeculativeEngine
+from specdec.errors import NotANumberError
 from specdec.reply import Reply
 from specdec.request import RequestError
 from specdec.sampling import PresencePenaltyProcessor
@@ -332,6 +333,22 @@ def test_law_6_weights_that_changed_are_read_anew() -> None:
 def test_a_conversation_of_another_engine_is_refused() -> None:
     with pytest.raises(RequestError, match="of another engine"):
         tiny_engine("llama").stream(PROMPT, conversation=tiny_engine("gpt2").conversation())
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "arguments",
+    [{"do_sample": False}, {"do_sample": True}, {"do_sample": True, "repetition_penalty": 1.2}, {"repetition_penalty": 1.2}],
+    ids=["greedy", "sampled", "sampled by node", "by node"],
+)
+def test_logits_that_are_no_numbers_end_the_reply_in_one_line(path: str, arguments: dict[str, Any]) -> None:
+    engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer(), static=path == "replayed")
+    torch.nn.init.constant_(engine.model.lm_head.weight, torch.nan)
+    for decoding in DECODINGS:
+        with pytest.raises(NotANumberError, match=rf"^the logits of {engine.name} are not numbers .*float32: .*") as caught:
+            list(engine.stream(PROMPT, decoding=decoding, max_new_tokens=5, **arguments))
+        assert "\n" not in str(caught.value)
 
 
 def test_a_conversation_serves_one_reply_at_a_time() -> None:

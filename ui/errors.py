@@ -6,7 +6,7 @@ import logging
 
 import gradio as gr
 
-from specdec.errors import MemoryFullError
+from specdec.errors import MemoryFullError, NotANumberError
 from specdec.prompt import PromptError
 from specdec.request import RequestError
 from ui.limits import LimitError
@@ -19,7 +19,7 @@ def explain(error: Exception) -> str:
     if isinstance(error, gr.Error):  # from a Space's machinery, or explained already where it happened
         return str(error.message) if error.title == "Error" else f"{error.title}: {error.message}. The chat goes on: try again."
     line = " ".join(str(error).split())[:300]
-    if isinstance(error, MemoryFullError | PromptError | RequestError | LimitError):
+    if isinstance(error, MemoryFullError | NotANumberError | PromptError | RequestError | LimitError):
         return line[:1].upper() + line[1:]
     log.error("the engine failed", exc_info=error)
     return f"The engine failed ({type(error).__name__}: {line}). The chat goes on: try again, or change the settings."

@@ -9,7 +9,8 @@ grow with the context.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ from specdec.transfer import to_device
 
 BLOCK = 512
 """Positions that the buffers begin with; from there they double."""
+STRIDE = 64
+"""A tree's pass attends over a multiple of so many positions, where there is room for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +140,7 @@ class TreeCache(Cache):  # type: ignore[misc]
         self.slabs = [Slab.empty(kind, shapes.count(kind)) for kind in kinds]
         self.max_length, self.padding = max_length, padding
         self.length = 0
+        self._extent = 0
 
     def bucket(self, end: int) -> int:
         """The capacity that ``end`` positions ask for: `BLOCK` times a power of two, or all there may ever be."""
@@ -163,8 +167,23 @@ class TreeCache(Cache):  # type: ignore[misc]
             if end + padding > slab.capacity:
                 self.slabs[index] = slab.resized(self.bucket(end + padding))
 
+    @contextmanager
+    def extended(self, nodes: int) -> Iterator[int]:
+        """Let a pass over ``nodes`` attend over more positions than there are, up to a multiple of `STRIDE`: how many.
+
+        So the shapes of its products come again. Its mask must hide what is behind the nodes; that is numbers, see `Slab`.
+        """
+        end = self.length + nodes
+        extent = max(end, min(-(-end // STRIDE) * STRIDE, self.max_length))
+        self.reserve(nodes, extent - end)
+        self._extent = extent
+        try:
+            yield extent
+        finally:
+            self._extent = 0
+
     def write(self, layer: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Write new states [1, heads, T, dim] into the scratch of ``layer``; views of prefix + scratch.
+        """Write new states [1, heads, T, dim] into the scratch of ``layer``; views of what the pass attends over.
 
         Raises ValueError past ``max_length``.
         """
@@ -174,7 +193,8 @@ class TreeCache(Cache):  # type: ignore[misc]
         keys, values = self.slabs[index]
         keys[row, :, self.length : end] = numbers(key_states[0])
         values[row, :, self.length : end] = numbers(value_states[0])
-        return keys[row : row + 1, :, :end], values[row : row + 1, :, :end]
+        seen = max(end, self._extent)
+        return keys[row : row + 1, :, :seen], values[row : row + 1, :, :seen]
 
     @torch.inference_mode()
     def commit(self, path: Sequence[int]) -> None:

@@ -117,10 +117,11 @@ class Sampler:
         if self.seed is None:
             best, tokens = scores.max(-1)
             return best, tokens
-        keys = [_key(self.seed, position) for position in positions]
+        different, place = np.unique(positions, return_inverse=True)  # nodes of one depth have one noise: it is made once
+        keys = [_key(self.seed, position) for position in different.tolist()]
         halves = np.array([[key & _MASK32 for key in keys], [key >> 32 for key in keys]], np.int64)
         low, high = to_device(halves[:, :, None], logits.device)
-        noise = _gumbel(low, high, torch.arange(logits.shape[1], device=logits.device))
+        noise = _gumbel(low, high, torch.arange(logits.shape[1], device=logits.device))[to_device(place, logits.device)]
         best, tokens = (scores.double() + noise).max(-1)
         return best.float(), tokens
 

@@ -73,6 +73,13 @@ def test_all_draws_at_once_are_the_draws_one_by_one(arguments: dict[str, object]
         assert tokens.tolist() == one_by_one
 
 
+def test_the_noise_of_a_position_is_made_once_for_all_its_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr("specdec.sampling._gumbel", lambda low, high, token_ids: made.append(low) or low * 0.0)
+    Sampler(LogitsProcessorList(), seed=1).draw(torch.randn(64, 100), [7 + node % 5 for node in range(64)])
+    assert [len(low) for low in made] == [5]
+
+
 @pytest.mark.parametrize("arguments", [{"repetition_penalty": 1.1}, {"no_repeat_ngram_size": 3}, {"min_length": 20}])
 def test_what_looks_at_the_text_is_not_drawn_at_once(arguments: dict[str, object]) -> None:
     model = tiny_engine().model

@@ -10,18 +10,22 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import fastapi
 import gradio as gr
 import pytest
 from browser import served
+from gradio.context import LocalContext
 from toys import ARCHITECTURES, tiny_engine, tiny_model, tokenizer
 
 import app
 from specdec.engine import SpeculativeEngine
+from ui import visitors
 from ui.chat import ChatHandlers, Frame
 from ui.chats import MAX_TABS, Tabs
 from ui.limits import PRIVATE, PUBLIC, Limits
 from ui.page import build
 from ui.settings import MAX_TOKENS, Settings
+from ui.turns import Turns
 
 VALUES = ("tree", "auto", 0, 1, 0, 40, "")
 LONG = ("tree", "auto", 0, 1, 0, 110, "")
@@ -135,6 +139,53 @@ def test_the_engine_is_never_entered_twice(slow: ChatHandlers) -> None:
     assert most == [1]
 
 
+def test_visitors_take_turns_however_often_one_of_them_asks() -> None:
+    turns, order = Turns(), []
+    told: dict[int, list[int]] = {}
+
+    def ask(number: int, name: str) -> None:
+        LocalContext.request.set(gr.Request(client={"host": name}))
+        with turns.turn(lambda: False, told.setdefault(number, []).append):
+            order.append(name)
+
+    with turns.turn(lambda: False, lambda ahead: None):  # somebody else's, until all have asked
+        threads = [threading.Thread(target=ask, args=asked) for asked in enumerate("aaaabcb")]
+        for thread in threads:
+            before = len(turns._line)
+            thread.start()
+            while len(turns._line) == before:
+                time.sleep(0.01)
+        end = time.monotonic() + 5
+        while told[3][-1:] != [7] and time.monotonic() < end:
+            time.sleep(0.01)
+        assert told[3][-1] == 7, "whose place moves back is told so, too"
+    for thread in threads:
+        thread.join()
+    assert "".join(order) == "abcabaa"
+
+
+def test_a_visitor_is_known_by_the_address_of_every_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+    monkeypatch.setattr("ui.turns.visitor", lambda: seen.append(visitors.visitor()))
+    with served(build(tiny_engine())) as url:
+        _call(url, "the cat", **{"X-Forwarded-For": "203.0.113.7"})  # from this machine, so from a proxy that is believed
+    assert seen == ["203.0.113.7"]
+    assert visitors.visitor() is None, "nobody asks"
+
+
+@pytest.mark.parametrize(("headers", "known"), [({"x-forwarded-for": "203.0.113.7, 10.0.0.1"}, "203.0.113.7"), ({}, None)])
+def test_on_a_space_a_visitor_is_not_the_platforms_proxy(
+    headers: dict[str, str], known: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ui.visitors.ON_SPACE", True)
+    scope = {"type": "http", "headers": [(name.encode(), value.encode()) for name, value in headers.items()]}
+    token = LocalContext.request.set(gr.Request(fastapi.Request({**scope, "client": ("10.0.0.9", 1)})))
+    try:
+        assert visitors.visitor() == known
+    finally:
+        LocalContext.request.reset(token)
+
+
 def test_no_visitor_sees_anothers_text(slow: ChatHandlers) -> None:
     secrets = {"a": "raspberry", "b": "platypus"}
     seen: dict[str, str] = {}
@@ -173,10 +224,10 @@ def test_clients_without_a_session_share_nothing() -> None:
     assert first == second, "the second one would have read the first one's conversation"
 
 
-def _call(url: str, message: str) -> str:
+def _call(url: str, message: str, **headers: str) -> str:
     """The last line of a reply to ``message``, asked over plain HTTP."""
     data = json.dumps({"data": [message, "", 40]}).encode()
-    request = urllib.request.Request(f"{url}gradio_api/call/chat", data, {"Content-Type": "application/json"})
+    request = urllib.request.Request(f"{url}gradio_api/call/chat", data, {"Content-Type": "application/json", **headers})
     with urllib.request.urlopen(request) as answer:
         event = json.load(answer)["event_id"]
     with urllib.request.urlopen(f"{url}gradio_api/call/chat/{event}") as stream:

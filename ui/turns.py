@@ -1,4 +1,4 @@
-"""Turns: who may use the engine. One at a time, first come, first served, and everybody else knows their place.
+"""Turns: who may use the engine. One at a time, visitors in rotation, and everybody knows their place.
 
 All work on the target happens in one thread, from loading it on: OpenMP keeps a pool of workers for every thread that ever
 called it, and with more workers than cores they stop spinning between two operations, which takes a third of the speed.
@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import os
 import threading
+from bisect import insort
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+
+from ui.visitors import visitor
 
 T = TypeVar("T")
 
@@ -66,11 +70,23 @@ class Stops:
             signal.set()
 
 
+@dataclass(slots=True, eq=False)
+class _Ticket:
+    """A place in the line: the round of the rotation in which its holder is served."""
+
+    holder: object
+    round: int
+
+
 class Turns:
-    """A fair queue in front of something that serves one at a time."""
+    """A fair queue in front of something that serves one at a time.
+
+    Whoever asks for several turns has one in each round, so that others wait for one of them and not for all; within a round
+    the first to come is the first served.
+    """
 
     def __init__(self) -> None:
-        self._line: list[object] = []
+        self._line: list[_Ticket] = []
         self._moved = threading.Condition()
 
     @property
@@ -89,9 +105,12 @@ class Turns:
 
         ``waiting`` hears how many are ahead, whenever that changes. Raises GaveUp once ``cancelled()``.
         """
-        ticket = object()
+        holder = visitor() or object()
         with self._moved:
-            self._line.append(ticket)
+            latest = [ticket.round + 1 for ticket in self._line if ticket.holder == holder]
+            ticket = _Ticket(holder, max(latest) if latest else self._line[0].round if self._line else 0)
+            insort(self._line, ticket, key=lambda other: other.round)
+            self._moved.notify_all()
         try:
             self._wait(ticket, cancelled, waiting)
             yield
@@ -100,7 +119,7 @@ class Turns:
                 self._line.remove(ticket)
                 self._moved.notify_all()
 
-    def _wait(self, ticket: object, cancelled: Callable[[], bool], waiting: Callable[[int], None]) -> None:
+    def _wait(self, ticket: _Ticket, cancelled: Callable[[], bool], waiting: Callable[[int], None]) -> None:
         told = 0
         with self._moved:
             while ahead := self._line.index(ticket):

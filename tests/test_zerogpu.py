@@ -51,6 +51,10 @@ def test_two_turns_say_what_they_say_elsewhere_although_nothing_is_kept_between_
     assert space["conversation"] is None
 
 
+def test_the_page_names_the_device_that_replies_are_written_on(space: dict[str, Any]) -> None:
+    assert "· cuda:0<" in space["header"]
+
+
 def test_no_weights_are_packed_on_the_cpu_for_a_model_that_children_run_on_a_gpu(space: dict[str, Any]) -> None:
     assert space["packed in the parent"] == 0
 

@@ -121,8 +121,10 @@ def main(folder: str) -> dict[str, Any]:
     type(engine.model).forward = watched
     handlers = ChatHandlers(engine, PUBLIC)
     page = build(engine, limits=PUBLIC)
+    header = next(block.value for block in page.blocks.values() if getattr(block, "elem_id", None) == "top")
     packed = len(engine.target._packed._packed)
     found: dict[str, Any] = {"device in the parent": handlers.model_facts["device"], "packed in the parent": packed}
+    found["header"] = header
 
     def ask(tab: str, text: str, values: tuple[Any, ...] = VALUES, until: Callable[[Message], bool] | None = None) -> Message:
         request = gr.Request(session_hash=tab)

@@ -205,6 +205,20 @@ class TargetModel:
             seconds = {width: seconds[bucket(width)] for width in range(1, widths[-1] + 1)}
         return PassCost(seconds)
 
+    def prepare(self, length: int) -> None:
+        """Capture all passes that texts of up to ``length`` tokens may need, where passes are captured, before a clock runs."""
+        if self._static is None:
+            return
+        cache = self.new_cache()
+        contexts = [0]
+        while (following := cache.bucket(contexts[-1] + 1)) < min(length, self.context_limit):
+            contexts.append(following)
+        self.prefill(cache, [0] * contexts[-1])
+        for context in reversed(contexts):  # the longest first: graphs go when buffers grow
+            for width in BUCKETS:
+                cache.rewind(min(context, self.context_limit - width))
+                self.verify(cache, TokenTree.chain([0] * width))
+
     @torch.inference_mode()
     def _layer_shapes(self) -> list[LayerShape]:
         """Where each layer puts its K/V: what one pass over one token leaves."""

@@ -48,6 +48,7 @@ class Session:
 
     def warm_up(self, question: Question) -> None:
         """Outside the clock, with lanes (and memories) of its own."""
+        self.engine.target.prepare(self.asked.prompt_limit + self.asked.arguments["max_new_tokens"])
         short = self.asked.arguments | {"max_new_tokens": 16}
         self._turns(question, self.lanes(), short, lambda name: None)
 

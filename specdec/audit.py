@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -66,27 +67,28 @@ def audit(
 ) -> Audit:
     """Re-score the reply ``token_ids`` to ``prompt``, made with ``arguments`` (those of `SpeculativeEngine.stream`).
 
-    Long replies are read in chunks; ``cancelled`` is polled between them, and then the audit ends early.
+    Long replies are read in chunks; ``cancelled`` is polled between them, and then the audit ends early. Raises
+    MemoryFullError.
     """
     target = engine.target
     request = resolve(engine.model, engine.tokenizer, target.context_limit, prompt, **arguments)
     text = torch.tensor([[*prompt.token_ids, *token_ids]], device=target.device)
     start = len(prompt.token_ids)
     cache = target.new_cache()
-    with engine.passes:
-        target.prefill(cache, prompt.token_ids[:-1])
     shortfalls: list[float] = []
     margins: list[float] = []
-    while len(shortfalls) < len(token_ids) and not cancelled():
-        done = start + len(shortfalls)
-        chunk = text[0, done - 1 : done - 1 + min(PREFILL_CHUNK, start + len(token_ids) - done)].tolist()
-        with engine.passes:
-            logits = target.verify(cache, TokenTree.chain(chunk))
-            cache.commit(range(len(chunk)))
-            for row in logits:
-                position = start + len(shortfalls)
-                scores = request.sampler.perturbed(row, text[:, :position])
-                first, second = scores.topk(2).values.tolist()
-                shortfalls.append(max(first - float(scores[token_ids[len(shortfalls)]]), 0.0))
-                margins.append(first - second)
+    with target.memory_guard():
+        engine.with_room(lambda: target.prefill(cache, prompt.token_ids[cache.length : -1]))
+        while len(shortfalls) < len(token_ids) and not cancelled():
+            done = start + len(shortfalls)
+            chunk = text[0, done - 1 : done - 1 + min(PREFILL_CHUNK, start + len(token_ids) - done)].tolist()
+            with engine.passes:
+                logits = engine.with_room(partial(target.verify, cache, TokenTree.chain(chunk)))
+                cache.commit(range(len(chunk)))
+                for row in logits:
+                    position = start + len(shortfalls)
+                    scores = request.sampler.perturbed(row, text[:, :position])
+                    first, second = scores.topk(2).values.tolist()
+                    shortfalls.append(max(first - float(scores[token_ids[len(shortfalls)]]), 0.0))
+                    margins.append(first - second)
     return Audit(np.array(shortfalls), np.array(margins))

@@ -208,6 +208,11 @@ class TreeCache(Cache):  # type: ignore[misc]
                     buffer[:, :, place] = buffer[:, :, rows]  # indexing by a tensor copies first: overlap is safe
         self.length += len(path)
 
+    def clear(self) -> None:
+        """Forget all, and give back the memory."""
+        self.slabs = [slab.resized(0) for slab in self.slabs]
+        self.length = 0
+
     def rewind(self, length: int) -> None:
         """Forget every committed position from ``length`` on. Raises ValueError if there are fewer."""
         if not 0 <= length <= self.length:

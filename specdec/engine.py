@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -35,12 +36,14 @@ from specdec.study import ROUNDS, load_vocabulary, study
 from specdec.target import Cancelled, TargetModel
 from specdec.tree import TokenTree
 
+T = TypeVar("T")
+
 
 class ConversationBusyError(RuntimeError):
     """Two replies were asked of one conversation at the same time."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Conversation:
     """All mutable state of one chat with ``target``: the K/V of its committed tokens and its speculator.
 
@@ -81,6 +84,18 @@ class Conversation:
         self.cache.rewind(shared)
         del self.token_ids[shared:]
         return shared
+
+    def cool(self) -> bool:
+        """Give up the K/V, to be read again by the next turn; not while a reply is running. Whether there was any."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            warm = any(slab.capacity for slab in self.cache.slabs)
+            self.cache.clear()
+            self.token_ids.clear()
+            return warm
+        finally:
+            self._lock.release()
 
 
 class SpeculativeEngine:
@@ -124,13 +139,31 @@ class SpeculativeEngine:
         self.memory = memory
         self.vocabulary = load_vocabulary(self.model)
         self._speculator = speculator
-        self.passes = threading.Lock()
+        self._conversations: WeakSet[Conversation] = WeakSet()
+        self.passes = threading.RLock()
         """Held during a pass and while its logits are read: conversations in several threads take turns, pass by pass."""
 
     @cached_property
     def pass_cost(self) -> PassCost:
         """What a pass costs on this device, by width: measured when first asked for, some two dozen passes."""
-        return self.target.measure_cost()
+        return self.with_room(self.target.measure_cost)
+
+    def with_room(self, work: Callable[[], T]) -> T:
+        """What ``work()``, passes that may begin anew, returns.
+
+        Where memory runs out every idle conversation gives up its K/V, and if there was any it is done once more.
+        """
+        with self.passes:
+            try:
+                return work()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                cooled = [other.cool() for other in list(self._conversations)]
+                give_back_memory(error, self.target.device)
+                if not any(cooled):
+                    raise
+            return work()
 
     def speculator(self, memory: Memory | None = None) -> HybridSpeculator:
         """A new speculator for one conversation, with or without a ``memory``."""
@@ -179,13 +212,15 @@ class SpeculativeEngine:
         return self._decode(request, conversation or self.conversation())
 
     def _decode(self, request: Request, chat: Conversation) -> Iterator[Step]:
+        with self.passes:
+            self._conversations.add(chat)
         with chat.exclusive(), self.target.memory_guard():
             cost = self.pass_cost  # measured, where it is not yet, before the clock starts
             reply = Reply(request, self.tokenizer, self.target.device, self.target.draws_at_once)
             root = request.prompt.token_ids[-1]
             start = time.perf_counter()
             try:
-                self._prefill(request, chat)
+                self.with_room(partial(self._prefill, request, chat))
             except Cancelled:
                 return
             prefill_seconds = time.perf_counter() - start
@@ -213,8 +248,7 @@ class SpeculativeEngine:
         proposal, note = self._propose(request, chat, root, reply.remaining)
         tree = proposal.tree
         verifying = time.perf_counter()
-        logits = self.target.verify(chat.cache, tree)
-        reading = reply.read(logits, tree, top_k)
+        reading = self.with_room(lambda: reply.read(self.target.verify(chat.cache, tree), tree, top_k))
         accepting = time.perf_counter()
         verdict = accept(tree, reading.choose)
         if verdict.next_token == NO_TOKEN:
@@ -261,8 +295,7 @@ class SpeculativeEngine:
         prompt = request.prompt.token_ids
         cached = chat.rewind(prompt[:-1])
         try:
-            with self.passes:
-                top = self.target.prefill(chat.cache, prompt[cached:-1], self._top_k(request, chat), request.cancelled)
+            top = self.target.prefill(chat.cache, prompt[cached:-1], self._top_k(request, chat), request.cancelled)
         finally:
             chat.token_ids += prompt[cached : chat.cache.length]
         if request.decoding != "plain":

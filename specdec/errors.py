@@ -19,7 +19,7 @@ class NotANumberError(RuntimeError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` says that memory ran out; torch has a class for that on some devices and only words on others."""
-    words = ("allocate memory", "not enough memory", "out of memory")
+    words = ("allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in words)
     )

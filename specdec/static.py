@@ -74,11 +74,11 @@ class StaticPass:
 
     def admit(self, cache: TreeCache) -> None:
         """Let ``cache`` live in the buffers of the passes. Who lives there moves out, with all it wrote."""
-        tenant = self._tenant()
-        if tenant is cache:
+        if cache.slabs is self._home.slabs:
             return
-        if tenant is not None:
-            tenant.slabs = [slab.resized(tenant.bucket(tenant.length + PADDING)) for slab in self._home.slabs]
+        tenant = self._tenant()
+        if tenant is not None and tenant.slabs is self._home.slabs:  # else it was cleared
+            tenant.slabs = [slab.resized(tenant.length + PADDING) for slab in self._home.slabs]
             self._tenant = lambda: None
         if cache.slabs[0].capacity:
             self._home.length = cache.length

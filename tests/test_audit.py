@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from toys import tiny_engine, tokenizer
+from test_static import limit_memory
+from toys import ARCHITECTURES, tiny_engine, tiny_model, tokenizer
 
 from specdec.audit import audit
 from specdec.engine import SpeculativeEngine
+from specdec.errors import MemoryFullError
 from specdec.prompt import Prompt
 
 PROMPT = "the cat sat on the mat. the cat sat"
@@ -55,3 +57,17 @@ def test_an_audit_can_be_stopped() -> None:
     engine = tiny_engine("llama")
     prompt, token_ids = reply(engine, do_sample=False)
     assert audit(engine, prompt, token_ids, cancelled=lambda: True, do_sample=False).tokens == 0
+
+
+def test_an_audit_takes_the_memory_of_idle_conversations_and_says_in_one_line_where_that_is_not_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer())
+    room, chat = limit_memory(monkeypatch, 700), engine.conversation()
+    prompt, token_ids = reply(engine, do_sample=False, conversation=chat)
+    room[0] = 400
+    assert audit(engine, prompt, token_ids, do_sample=False).own == len(token_ids)
+    assert (chat.token_ids, chat.cache.length) == ([], 0)
+    room[0] = 100
+    with pytest.raises(MemoryFullError, match="out of memory"):
+        audit(engine, prompt, token_ids, do_sample=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from specdec.benchmark.__main__ import check, parser
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -59,6 +62,9 @@ def test_the_benchmark_commands_run(tmp_path: Path) -> None:
     for command in commands:
         arguments = [re.sub(r"^\w+\.(json|html|npz|npy)$", rf"{tmp_path}/\g<0>", part) for part in command.split()[1:]]
         if "cuda" in arguments and not torch.cuda.is_available():
+            options = parser().parse_args(arguments[2:])
+            check(options)
+            assert (ROOT / options.questions).is_file()
             continue
         small = ["--limit", "1", "--runs", "1", "--max-new-tokens", "4"]
         result = subprocess.run([sys.executable, *arguments, *small], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -66,6 +72,17 @@ def test_the_benchmark_commands_run(tmp_path: Path) -> None:
         assert (
             "| warm" if "--replay" in arguments else "| plain" if "--random-weights" in arguments else "| tree"
         ) in result.stdout
+
+
+def test_every_selection_of_gpu_tests_that_the_readme_runs_holds_some() -> None:
+    commands = [line for block in blocks("bash") for line in block.splitlines() if "-m cuda" in line]
+    assert commands
+    for command in commands:
+        program, *arguments = shlex.split(command)
+        assert program == ".venv/bin/pytest"
+        listing = [sys.executable, "-m", "pytest", *arguments, "--collect-only", "-q", "-p", "no:cacheprovider"]
+        result = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stdout
 
 
 def test_every_test_that_the_readme_names_exists() -> None:

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from toys import ARCHITECTURES, tiny_engine, tiny_model
+from toys import ARCHITECTURES, replay_passes, tiny_engine, tiny_model, tokenizer
 
 from specdec.benchmark import __main__ as benchmark
 from specdec.benchmark import cost
-from specdec.benchmark.asking import Session, chat_prompt, copied_share, difference
+from specdec.benchmark.asking import Asked, Session, chat_prompt, copied_share, difference
 from specdec.benchmark.lanes import LANES, STATIC, Answer
-from specdec.benchmark.questions import QuestionsError, load_questions
+from specdec.benchmark.questions import Question, QuestionsError, load_questions
 from specdec.benchmark.report import Difference, Sample, fold, table
 from specdec.engine import SpeculativeEngine
 from specdec.loading import LoadError
@@ -39,6 +39,18 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 def main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["benchmark", *arguments])
     return benchmark.main()
+
+
+def test_what_a_run_needs_is_captured_before_its_clock_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.cache.BLOCK", 16)
+    engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer(), static=True)
+    passes = replay_passes(engine.target)
+    asked = Asked({"max_new_tokens": 100, "do_sample": False, "eos_token_id": engine.target.vocab_size}, prompt_limit=60)
+    session, question = Session(engine, ["plain", "tree"], asked), Question("1", "chat", ("the cat sat on the mat",))
+    session.warm_up(question)
+    monkeypatch.setattr(passes, "_captured", lambda *_: pytest.fail("captured on the clock"))
+    session.ask(question, session.lanes(), lambda lane: None)
+    assert session.done == 1
 
 
 def test_every_lane_gives_the_same_greedy_text_and_the_figures_add_up() -> None:

@@ -137,6 +137,17 @@ def test_what_another_conversation_left_behind_the_prefix_reaches_no_pass(short_
     torch.testing.assert_close(logits[0], logits[1], atol=1e-4, rtol=1e-4)
 
 
+def test_who_moves_out_takes_what_it_holds_and_who_holds_nothing_takes_nothing(short_buckets: None) -> None:
+    target = replayed().target
+    first, second, third = (target.new_cache() for _ in range(3))
+    target.prefill(first, list(range(10, 34)))
+    target.prefill(second, [5, 6, 7])
+    assert first.slabs[0].capacity == first.length + PADDING
+    second.clear()
+    target.prefill(third, [5, 6, 7])
+    assert second.slabs[0].capacity == 0
+
+
 def test_no_cache_is_copied_while_one_conversation_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, copies = replayed(), 0
     take = Slab.take

@@ -222,11 +222,12 @@ def test_clients_without_a_session_share_nothing() -> None:
     with served(build(tiny_engine())) as url:
         first, second = (_call(url, "the cat sat on the mat") for _ in range(2))
     assert first == second, "the second one would have read the first one's conversation"
+    assert all(json.loads(first.removeprefix("data:")))
 
 
 def _call(url: str, message: str, **headers: str) -> str:
     """The last line of a reply to ``message``, asked over plain HTTP."""
-    data = json.dumps({"data": [message, "", 40]}).encode()
+    data = json.dumps({"data": [message, "", 40, 0, 1, 0, "tree", "auto"]}).encode()
     request = urllib.request.Request(f"{url}gradio_api/call/chat", data, {"Content-Type": "application/json", **headers})
     with urllib.request.urlopen(request) as answer:
         event = json.load(answer)["event_id"]

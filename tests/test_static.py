@@ -369,9 +369,14 @@ def test_what_a_pass_costs_is_measured_while_no_other_pass_runs(monkeypatch: pyt
     engine, free = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer()), []
     measure = engine.target.measure_cost
 
+    def enter() -> bool:
+        if entered := engine.passes.acquire(blocking=False):
+            engine.passes.release()
+        return entered
+
     def watched() -> PassCost:
         with ThreadPoolExecutor(1) as other:
-            free.append(other.submit(engine.passes.acquire, blocking=False).result())
+            free.append(other.submit(enter).result())
         return measure()
 
     monkeypatch.setattr(engine.target, "measure_cost", watched)

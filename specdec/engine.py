@@ -282,7 +282,7 @@ class SpeculativeEngine:
             context_length=context_length,
             plain_seconds=cost.plain,
             finish_reason=reply.finish_reason,
-            target=reading.view() if request.details else None,
+            target=reading.view(verdict) if request.details else None,
             note=note,
         )
 

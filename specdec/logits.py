@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specdec.accept import Verdict
 from specdec.sampling import NO_TOKEN
 from specdec.speculators import TopK
 from specdec.speculators._compiled import compiled
@@ -20,6 +22,9 @@ BLOCK = 64
 """Vocabulary entries that are looked at together: most blocks hold nothing of interest."""
 TAIL = 4096
 """Tokens from which the weight of all improbable ones is estimated; a vocabulary of less than twice that is summed whole."""
+
+View = Callable[[Verdict], TargetView]
+"""The target's view of a tree, once its verdict is known."""
 
 
 def argmax(logits: Tensor) -> list[int]:
@@ -62,24 +67,30 @@ def top_tokens(logits: Tensor, k: int) -> TopK:
 @torch.inference_mode()
 def fetch(
     logits: Tensor, best: tuple[Tensor, Tensor] | None, k: int, tree: TokenTree | None = None
-) -> tuple[list[int], TopK, TargetView | None]:
+) -> tuple[list[int], TopK, View | None]:
     """The choices and the view of ``tree``, where given, and the ``k`` best next tokens of ``logits`` [N, V] float32.
 
     ``best``: scores and tokens [N] of the choices, as `Sampler.draw` gives them. All is computed where it lies and brought to
-    the host in one transfer, the only one that waits for the device.
+    the host in one transfer, the only one that waits for the device. The verdict comes after that, so a view brings along what
+    the target thought of each of the choices.
     """
     k = min(k, logits.shape[1])
     values, places = logits.topk(k, dim=-1)
     logprobs = values - logits.logsumexp(-1, keepdim=True) if k else values
     nothing = logits.new_empty(len(logits), 0)
     scores, tokens = (nothing, nothing) if best is None else (part[:, None] for part in best)
-    seen = nothing if tree is None else view_on_device(logits, tree)
+    seen = nothing
+    if tree is not None and best is not None:
+        before = to_device(tree.parents, logits.device)  # -1 of the root is some row
+        seen = torch.cat([_seen(logits[before], to_device(tree.token_ids, logits.device)), _seen(logits, best[1])], dim=1)
     numbers, integers = [scores, logprobs, seen], [tokens, places]
     parts = [*(part.view(torch.int32) for part in numbers), *(part.to(torch.int32) for part in integers)]
     packed = torch.cat(parts, dim=1).cpu().numpy()
     columns = np.split(packed, np.cumsum([part.shape[1] for part in parts[:-1]]), axis=1)
-    own, logprob, view = (np.ascontiguousarray(column).view(np.float32) for column in columns[:3])
-    return _chosen(own.ravel(), columns[3].ravel()), TopK(columns[4], logprob), None if tree is None else _view(view)
+    own, logprob, views = (np.ascontiguousarray(column).view(np.float32) for column in columns[:3])
+    nodes, nexts = np.split(views, 2, axis=1)
+    view = None if tree is None else lambda verdict: _view(nodes, nexts[verdict.path[-1]])
+    return _chosen(own.ravel(), columns[3].ravel()), TopK(columns[4], logprob), view
 
 
 @compiled
@@ -112,30 +123,31 @@ def _select(
 
 
 @torch.inference_mode()
-def target_view(logits: Tensor, tree: TokenTree) -> TargetView:
-    """The target's probability and rank of each node of ``tree``, from its pass's ``logits`` [N, V] float32."""
+def target_view(logits: Tensor, tree: TokenTree, verdict: Verdict) -> TargetView:
+    """What the target thought of ``tree`` and of its own token after the path, from its pass's ``logits`` [N, V] float32."""
+    before, tokens = np.append(tree.parents, verdict.path[-1]), np.append(tree.token_ids, verdict.next_token)
     if logits.device.type != "cpu":
-        return _view(view_on_device(logits, tree).cpu().numpy())
-    probs, ranks = np.ones(len(tree), np.float32), np.zeros(len(tree), np.int64)
-    if len(tree) > 1:
-        inner, rows = np.unique(tree.parents[1:], return_inverse=True)
-        parents = logits[torch.from_numpy(inner)]
-        normalisers, scores = parents.logsumexp(-1).numpy()[rows], parents.numpy()
-        own = scores[rows, tree.token_ids[1:]]
-        probs[1:] = np.exp(own - normalisers)
-        ranks[1:] = [np.count_nonzero(scores[row] > score) for row, score in zip(rows, own, strict=True)]
-    return TargetView(probs, ranks)
+        rows = logits[to_device(before, logits.device)]
+        seen = _seen(rows, to_device(tokens, logits.device)).cpu().numpy()
+    else:
+        inner, places = np.unique(before[1:], return_inverse=True)
+        rows = logits[torch.from_numpy(inner)]
+        normalisers, scores = rows.logsumexp(-1).numpy()[places], rows.numpy()
+        own = scores[places, tokens[1:]]
+        seen = np.zeros((len(tokens), 2), np.float32)
+        seen[1:, 0] = np.exp(own - normalisers)
+        seen[1:, 1] = [np.count_nonzero(scores[place] > score) for place, score in zip(places, own, strict=True)]
+    return _view(seen[:-1], seen[-1])
 
 
-def view_on_device(logits: Tensor, tree: TokenTree) -> Tensor:
-    """Probability and rank of each node, [N, 2] float32, the root's without meaning; nothing waits for the device."""
-    rows = logits[to_device(tree.parents, logits.device)]  # -1 of the root is some row
-    own = rows.gather(1, to_device(tree.token_ids, logits.device)[:, None])
+def _seen(rows: Tensor, token_ids: Tensor) -> Tensor:
+    """Probability and rank of a token in each of ``rows`` [N, V] of logits, [N, 2] float32; nothing waits for the device."""
+    own = rows.gather(1, token_ids[:, None])
     return torch.cat([(own - rows.logsumexp(-1, keepdim=True)).exp(), (rows > own).sum(-1, keepdim=True).float()], dim=1)
 
 
-def _view(numbers: NDArray[np.float32]) -> TargetView:
-    """From `view_on_device`'s numbers."""
-    probs, ranks = numbers[:, 0].copy(), numbers[:, 1].astype(np.int64)
+def _view(nodes: NDArray[np.float32], own: NDArray[np.float32]) -> TargetView:
+    """From what `_seen` says of the nodes, the root's without meaning, and of the target's own token."""
+    probs, ranks = nodes[:, 0].copy(), nodes[:, 1].astype(np.int64)
     probs[0], ranks[0] = 1, 0
-    return TargetView(probs, ranks)
+    return TargetView(probs, ranks, float(own[0]), int(own[1]))

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from specdec.accept import Verdict
-from specdec.logits import argmax, fetch, target_view, top_tokens
+from specdec.logits import View, argmax, fetch, target_view, top_tokens
 from specdec.request import MAX_BUDGET, Request
 from specdec.speculators import TopK
-from specdec.step import FinishReason, TargetView
+from specdec.step import FinishReason
 from specdec.text import Detokenizer, StopStrings
 from specdec.transfer import synchronize
 from specdec.tree import TokenTree
@@ -23,12 +24,12 @@ from specdec.tree import TokenTree
 class Reading:
     """What the host learns of one pass: the target's next token after a node, and its most probable ones after every node.
 
-    ``view``: what it thought of each node.
+    ``view``: what it thought of each node, and of the token that it chose itself.
     """
 
     choose: Callable[[int], int]
     top: Callable[[], TopK]
-    view: Callable[[], TargetView]
+    view: View
 
 
 class Reply:
@@ -65,14 +66,14 @@ class Reply:
             positions = (tree.depths() + self._length).tolist()
             best = logits.max(-1) if sampler.is_argmax else sampler.draw(logits, positions)
             chosen, top, view = fetch(logits, best, top_k, tree if self._request.details else None)
-            return Reading(chosen.__getitem__, lambda: top, lambda: view or target_view(logits, tree))
+            return Reading(chosen.__getitem__, lambda: top, view or partial(target_view, logits, tree))
         choose: Callable[[int], int]
         if sampler.is_argmax:
             choose = argmax(logits).__getitem__
         else:
             synchronize(logits.device)  # the pass ends here; what the choices take is not its cost
             choose = self._chooser(logits, tree)
-        return Reading(choose, lambda: top_tokens(logits, top_k), lambda: target_view(logits, tree))
+        return Reading(choose, lambda: top_tokens(logits, top_k), partial(target_view, logits, tree))
 
     def _chooser(self, logits: Tensor, tree: TokenTree) -> Callable[[int], int]:
         sampler, depths = self._request.sampler, tree.depths()

@@ -40,10 +40,22 @@ class TargetView:
 
     ``probs[i]`` is the target's probability (softmax of its raw logits) of node i's token after node i's parent,
     ``ranks[i]`` the number of tokens it finds more probable there (0: its first choice). The root has 1 and 0.
+    ``next_prob`` and ``next_rank`` are those of the verdict's ``next_token``; None in older traces.
     """
 
     probs: NDArray[np.float32]
     ranks: NDArray[np.int64]
+    next_prob: float | None = None
+    next_rank: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As in `Step.to_json`."""
+        return {
+            "probs": [round(float(p), 4) for p in self.probs],
+            "ranks": self.ranks.tolist(),
+            "next_prob": None if self.next_prob is None else round(self.next_prob, 4),
+            "next_rank": self.next_rank,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +103,6 @@ class Step:
             "context_length": self.context_length,
             "plain_seconds": round(self.plain_seconds, 6),
             "finish_reason": self.finish_reason,
-            "target": None
-            if target is None
-            else {"probs": [round(float(p), 4) for p in target.probs], "ranks": target.ranks.tolist()},
+            "target": None if target is None else target.to_json(),
             "note": self.note,
         }

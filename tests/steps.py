@@ -67,7 +67,7 @@ def random_steps(count: int, nodes: int = 16, seed: int = 0, agreement: float = 
             context_length=length,
             plain_seconds=0.027,
             finish_reason="length" if index == count - 1 else None,
-            target=TargetView(probs.astype(np.float32), ranks),
+            target=TargetView(probs.astype(np.float32), ranks, round(rng.betavariate(4, 1.5), 4), 0),
         )
         root, length = emitted[-1], length + len(emitted)
 

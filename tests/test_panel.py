@@ -174,6 +174,12 @@ def test_details_on_hover_and_on_keyboard_focus(page: Page) -> None:
         expect(details).to_contain_text(name)
     page.mouse.move(5, 5)
     expect(details).to_be_hidden()
+    own = page.locator('.tree [data-node="target"]')
+    own.hover()
+    for name, value in (("probability", f"{100 * record['target']['next_prob']:.0f} %"), ("rank", "1 (its first choice)")):
+        expect(details.locator(f"dt:has-text('target {name}') + dd")).to_have_text(value)
+        expect(own).to_have_attribute("aria-label", re.compile(re.escape(f"target {name} {value}")))
+    page.mouse.move(5, 5)
     page.focus('.tree [data-node="0"]')
     page.keyboard.press("ArrowRight")
     expect(details).to_be_visible()
@@ -587,6 +593,38 @@ def test_the_sentence_has_room_for_two_lines_where_it_can_wrap(page: Page) -> No
     assert page.evaluate(height) == told
 
 
+def test_each_depth_of_a_replys_trees_has_one_place(page: Page) -> None:
+    places = """() => {
+        const { tree } = panel;
+        const depths = specdec.depthsOf(tree.record.tree);
+        const depthOf = ({ node }) => (node === "target" ? tree.record.verdict.path.length : depths[node]);
+        return [...tree.svg.querySelectorAll("[data-node]")].map((node) =>
+            [depthOf(node.dataset), `${node.transform.baseVal[0].matrix.e} ${tree.zoom.view.scale}`]);
+    }"""
+
+    def spots(steps: int) -> set[tuple[int, str]]:
+        found: set[tuple[int, str]] = set()
+        for step in range(steps):
+            page.evaluate("step => { panel.playback.goTo(step); panel.tree.show(panel.history.records[step]); }", step)
+            found |= {(depth, place) for depth, place in page.evaluate(places)}
+        return found
+
+    for width, nodes in ((900, 12), (900, 50), (390, 30)):
+        page.set_viewport_size({"width": width, "height": 900})
+        show(page, random_trace(25, nodes=nodes, agreement=0.8, seed=nodes), 24)
+        found = spots(25)
+        assert len(found) == len({depth for depth, _ in found}) > 5
+
+    feed = PanelFeed({"name": "no model"}, {}, [], token_text)
+    receive(page, feed.start())
+    live: set[str] = set()
+    for index, step in enumerate(random_steps(60, nodes=50, agreement=0.8)):
+        receive(page, feed.steps([step]))
+        page.wait_for_function("index => panel.tree.record.index === index", arg=index)
+        live |= {place for depth, place in page.evaluate(places) if depth == 2}
+    assert len(live) <= 3, "deeper trees than any before move the columns, and not one by one"
+
+
 def test_a_tree_that_is_cut_off_fades_at_that_side(page: Page) -> None:
     tree = page.locator(".specdec .tree")
     show(page, random_trace(5, nodes=6), 1)
@@ -629,6 +667,16 @@ def test_the_speedup_is_charted_up_to_its_peak(page: Page) -> None:
     show(page, trace, 1)
     page.wait_for_function("document.querySelector('.plot').data?.[0].y[0] === 7.5")
     assert page.evaluate("document.querySelector('.plot').layout.yaxis.range[1]") > 7.5
+
+
+def test_the_figures_above_the_charts_are_those_of_the_step_looked_at(page: Page) -> None:
+    trace = random_trace(9, nodes=6)
+    heads = page.locator(".chart strong:not(:empty)")
+    for step, where in ((2, " at step 3"), (8, "")):
+        figures = show(page, trace, step)["figures"]
+        expect(heads).to_have_text([f"{figures['speedup']:.2f}×{where}", f"{figures['tokens_per_pass']:.2f}{where}"])
+    page.evaluate("panel.playback.goTo(3); panel.schedule()")
+    page.wait_for_function("document.querySelector('.plot').layout?.shapes?.[0].x0 === 4")
 
 
 def accepted_nodes(record: dict[str, Any]) -> list[int]:

@@ -259,6 +259,8 @@ def test_where_all_is_drawn_at_once_the_view_of_a_tree_comes_in_the_same_transfe
         assert reference.target is not None
         np.testing.assert_allclose(step.target.probs, reference.target.probs, atol=1e-4)
         np.testing.assert_allclose(step.target.ranks, reference.target.ranks, atol=1)  # equals but for rounding
+        assert step.target.next_prob == pytest.approx(reference.target.next_prob, abs=1e-4)
+        assert sampled or step.target.next_rank == 0
 
 
 def test_where_a_graph_cannot_be_captured_one_notice_says_so_and_the_reply_is_the_same(

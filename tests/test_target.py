@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from toys import ARCHITECTURES, tiny_engine, tiny_model
 from transformers import BloomConfig, FalconConfig, MambaConfig, MistralConfig, Phi3Config, PreTrainedConfig
 
+from specdec.accept import Verdict
 from specdec.logits import fetch, target_view, top_tokens
 from specdec.target import Cancelled, TargetModel, UnsupportedModelError
 from specdec.tree import TokenTree
@@ -67,16 +68,22 @@ def test_top_tokens_and_view_agree_with_a_full_softmax(architecture: str) -> Non
     reference = logprobs.topk(8, dim=-1)
     assert top.token_ids.tolist() == reference.indices.tolist()
     np.testing.assert_allclose(top.logprobs, reference.values.numpy(), atol=1e-5)
-    view = target_view(logits, tree)
-    for node in range(1, len(tree)):
-        row = logprobs[tree.parents[node]]
-        own = row[tree.token_ids[node]]
-        assert view.probs[node] == pytest.approx(own.exp().item(), rel=1e-4)
-        assert view.ranks[node] == int((row > own).sum())
-    *_, fetched = fetch(logits, None, 3, tree)
+    *_, fetched = fetch(logits, torch.tensor([20, 21, 22, 23, 24]), 3, tree)
     assert fetched is not None
-    np.testing.assert_allclose(fetched.probs, view.probs, rtol=1e-4)
-    assert fetched.ranks.tolist() == view.ranks.tolist()
+    for last, token in ((1, 21), (3, 23)):  # a leaf, and a node with children
+        verdict = Verdict(tuple(tree.path(last)), token, "bonus")
+        view = target_view(logits, tree, verdict)
+        places = [*zip(range(1, 5), tree.parents[1:], tree.token_ids[1:], strict=True), (5, last, token)]
+        for node, parent, token_id in places:
+            row = logprobs[parent]
+            own = row[token_id]
+            assert [*view.probs, view.next_prob][node] == pytest.approx(own.exp().item(), rel=1e-4)
+            assert [*view.ranks, view.next_rank][node] == int((row > own).sum())
+        in_one_transfer = fetched(verdict)
+        np.testing.assert_allclose(in_one_transfer.probs, view.probs, rtol=1e-4)
+        assert in_one_transfer.ranks.tolist() == view.ranks.tolist()
+        assert in_one_transfer.next_prob == pytest.approx(view.next_prob, rel=1e-4)
+        assert in_one_transfer.next_rank == view.next_rank
 
 
 @settings(deadline=None)

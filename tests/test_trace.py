@@ -43,6 +43,13 @@ def test_a_byte_order_mark_is_no_harm(trace: dict[str, Any], tmp_path: Path) -> 
     assert load_trace(tmp_path / "reply.json") == load_trace(json.dumps(trace))
 
 
+def test_a_trace_from_before_the_targets_own_token_was_judged_opens(trace: dict[str, Any]) -> None:
+    for record in trace["steps"]:
+        del record["target"]["next_prob"], record["target"]["next_rank"]
+    (first, *_) = load_trace(json.dumps(trace))["steps"]
+    assert (first["target"]["next_prob"], first["target"]["next_rank"]) == (None, None)
+
+
 def test_figures_in_a_file_are_not_trusted(trace: dict[str, Any]) -> None:
     trace["steps"][-1]["figures"]["speedup"] = 1000.0
     assert load_trace(json.dumps(trace))["steps"][-1]["figures"]["speedup"] < 10
@@ -100,6 +107,8 @@ BROKEN = [
     ("plain_seconds", 1e300, "plain_seconds"),
     ("finish_reason", "bored", "finish_reason"),
     ("target", {"probs": [2.0] * 9, "ranks": [0] * 9}, "probs"),
+    ("target.next_prob", 1.5, "next_prob"),
+    ("target.next_rank", 0.5, "next_rank"),
     ("note", 7, "note"),
     ("texts", ["a"], "texts"),
     ("token_texts", [1], "token_texts"),

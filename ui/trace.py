@@ -33,6 +33,8 @@ A *record* is one step, that is one target pass, over a tree of N nodes (the roo
     "target":                        # what the target thought of the nodes; or null
       "probs":        [N] floats     # probability, 0 to 1, of the node after its parent; the root's is 1
       "ranks":        [N] ints       # how many tokens were likelier there
+      "next_prob":    float          # the same of next_token; or null, as both were not recorded at first
+      "next_rank":    int
     "note":           string         # why nothing was drafted; or null
     "texts":          [N] strings    # the text of each node's token
     "token_texts":    [E] strings    # of each emitted token
@@ -254,7 +256,10 @@ def _target(raw: Any, size: int) -> TargetView | None:
     if raw is None:
         return None
     _check(isinstance(raw, dict), '"target" must be an object or null')
-    return TargetView(_probabilities(raw, "probs", size), np.asarray(_list(raw, "ranks", int, size), np.int64))
+    prob, rank = raw.get("next_prob"), raw.get("next_rank")
+    _check(prob is None or _is_a(prob, float) and 0 <= prob <= 1, '"next_prob" must lie between 0 and 1, or be null')
+    _check(rank is None or _is_a(rank, int), '"next_rank" must be a number or null')
+    return TargetView(_probabilities(raw, "probs", size), np.asarray(_list(raw, "ranks", int, size), np.int64), prob, rank)
 
 
 def _check(holds: bool, message: str) -> None:

@@ -70,7 +70,6 @@
     });
     return {
       data,
-      value: `${words.number(history.last.figures.speedup)}×`,
       layout: { yaxis: { range: [0, top], ticksuffix: "×", nticks: 5 } },
     };
   }
@@ -86,7 +85,6 @@
       data.push(line(x, expected, colour.muted, "expected by the draft", { dash: "dot", width: 1.4 }));
     return {
       data,
-      value: words.number(history.last.figures.tokens_per_pass),
       layout: { yaxis: { rangemode: "tozero", nticks: 5 } },
     };
   }
@@ -176,6 +174,7 @@
       note: "against a plain pass {measured}; dotted: as the draft expected",
       axis: "step",
       build: speedup,
+      headline: ({ speedup }) => `${words.number(speedup)}×`,
       wide: true,
       marked: true,
     },
@@ -190,6 +189,7 @@
       note: "each pass, the mean so far; dotted: expected by the draft",
       axis: "step",
       build: tokensPerPass,
+      headline: ({ tokens_per_pass }) => words.number(tokens_per_pass),
       wide: true,
       marked: true,
     },
@@ -279,6 +279,19 @@
       this.position = position;
       this.live = live;
       this.host.classList.toggle("blank", !history.length); // what they showed before is not of this reply
+      const record = history.records[position];
+      if (record) for (const chart of this.charts) this.#head(chart, record);
+    }
+
+    /** The figure above a chart: of the step looked at. */
+    #head({ headline, value }, { index, figures }) {
+      const text = headline ? headline(figures) : "";
+      const shown = text && this.#looksBack ? `${text} at step ${index + 1}` : text;
+      if (value.textContent !== shown) value.textContent = shown;
+    }
+
+    get #looksBack() {
+      return this.position < this.history.length - 1;
     }
 
     /** Whether a chart waits to be drawn. */
@@ -294,7 +307,7 @@
 
     /** The shown step is marked while one looks back; at the newest step there is nothing to tell. */
     #isMarked(chart) {
-      return chart.marked && this.position < this.history.length - 1;
+      return chart.marked && this.#looksBack;
     }
 
     #state(chart) {
@@ -307,8 +320,7 @@
       if (!chart) return;
       const started = performance.now();
       const colour = specdec.palette(chart.plot);
-      const { data, layout, value = "" } = chart.build(this.history, colour);
-      chart.value.textContent = value;
+      const { data, layout } = chart.build(this.history, colour);
       if (chart.marked) layout.xaxis = { range: [0.5, this.history.length + 0.5], nticks: 7, ...(this.history.length < 7 && { dtick: 1 }) };
       if (this.#isMarked(chart)) layout.shapes = [this.#marker(colour)];
       Plotly.react(chart.plot, data, layoutOf(layout, colour, this.history.run), CONFIG);

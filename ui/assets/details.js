@@ -5,27 +5,33 @@
   const { words } = specdec;
   const VERDICTS = { root: "root: the last committed token", unsaid: "not said: the reply ends before it" };
 
+  const named = (text, id) => [
+    ["token", words.visible(text, 120)],
+    ["token id", String(id)],
+  ];
+
+  /** What the target thought of a token; nothing where that was not recorded. */
+  const thought = (prob, rank) =>
+    prob == null
+      ? []
+      : [
+          ["target probability", words.percent(prob)],
+          ["target rank", rank === 0 ? "1 (its first choice)" : String(rank + 1)],
+        ];
+
   /** [name, value] pairs about a node, or about the target's own token (node "target"). */
   function describeNode(record, node) {
     const { tree, verdict, target } = record;
-    if (node === "target") {
-      return [
-        ["token", words.visible(record.next_text, 120)],
-        ["token id", String(verdict.next_token)],
-        ["verdict", VERDICTS[words.stateOf(record, node)] ?? words.KIND_WORDS[words.ownKind(record)]],
-      ];
-    }
-    const pairs = [
-      ["token", words.visible(record.texts[node], 120)],
-      ["token id", String(tree.token_ids[node])],
-    ];
-    if (node > 0 && tree.scores) pairs.push(["estimated to be accepted", words.percent(tree.scores[node])]);
-    if (node > 0 && target) {
-      pairs.push(["target probability", words.percent(target.probs[node])]);
-      pairs.push(["target rank", target.ranks[node] === 0 ? "1 (its first choice)" : String(target.ranks[node] + 1)]);
-    }
-    if (node > 0 && tree.sources) pairs.push(["drafted from", words.sourceWords(tree.sources[node])]);
     const state = words.stateOf(record, node);
+    if (node === "target") {
+      const kind = VERDICTS[state] ?? words.KIND_WORDS[words.ownKind(record)];
+      const own = thought(target?.next_prob, target?.next_rank);
+      return [...named(record.next_text, verdict.next_token), ...own, ["verdict", kind]];
+    }
+    const pairs = named(record.texts[node], tree.token_ids[node]);
+    if (node > 0 && tree.scores) pairs.push(["estimated to be accepted", words.percent(tree.scores[node])]);
+    if (node > 0) pairs.push(...thought(target?.probs[node], target?.ranks[node]));
+    if (node > 0 && tree.sources) pairs.push(["drafted from", words.sourceWords(tree.sources[node])]);
     return [...pairs, ["verdict", VERDICTS[state] ?? state]];
   }
 

@@ -11,6 +11,9 @@
     return depths;
   }
 
+  /** How far a step's tree reaches, the target's own token included. */
+  const deepestOf = (record) => Math.max(record.verdict.path.length, ...depthsOf(record.tree));
+
   /** What a step took, but for the prefill. */
   const decodeSeconds = ({ timings: { draft, verify, accept, commit } }) => draft + verify + accept + commit;
 
@@ -92,12 +95,11 @@
       this.acceptedLengths[accepted] = (this.acceptedLengths[accepted] ?? 0) + 1;
       depthsOf(record.tree).forEach((depth, node) => {
         if (node === 0) return;
-        this.deepest = Math.max(this.deepest, depth);
         const won = words.stateOf(record, node) === "accepted" ? 1 : 0;
         tally(this.byDepth, depth, 1, won);
         tally(this.bySource, record.tree.sources?.[node] ?? "unknown", 1, won);
       });
-      this.deepest = Math.max(this.deepest, accepted + 1);
+      this.deepest = Math.max(this.deepest, deepestOf(record));
     }
 
     /** The reply as a trace file holds it, which is whole. */
@@ -110,6 +112,7 @@
   }
 
   specdec.depthsOf = depthsOf;
+  specdec.deepestOf = deepestOf;
   specdec.decodeSeconds = decodeSeconds;
   specdec.History = History;
 })();

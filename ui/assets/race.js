@@ -24,6 +24,7 @@
       this.figures = figures;
       let clock = 0;
       this.ends = steps.map((step) => (clock += specdec.decodeSeconds(step)));
+      this.deepest = Math.max(1, ...steps.map(specdec.deepestOf));
       this.shown = -1;
       this.medal = element("span", { class: "medal" });
       this.bar = element("div", { class: "done" });
@@ -51,7 +52,7 @@
       this.shown = -1;
       this.said = [];
       this.text.textContent = "";
-      this.tree.startRun();
+      this.tree.startRun(this.deepest);
       this.tree.clear();
     }
 

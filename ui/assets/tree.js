@@ -8,13 +8,10 @@
   const MARGIN = 14;
   const FIRST_ROW = 22;
   const GAP = 20;
-  const WIDEST = 132;
-  const ROOMY = 100;
-  const NARROWEST = 44;
-  const NARROWEST_NEAR = 60; // among the first NEAR columns, where branches part
-  const NEAR = 5;
+  const WIDEST = 132; // columns
+  const NARROWEST = 84;
+  const DEPTHS = 4; // by which the room for a reply's trees grows, so that its columns seldom move
   const LONGEST_LABEL = 110;
-  const LONGEST_INNER = WIDEST - GAP - 14;
   const LABEL_FONT = "12.5px ui-monospace, 'SF Mono', SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
 
   const heightOf = (rows) => FIRST_ROW + rows * ROW - 8;
@@ -86,7 +83,7 @@
       return this.#record;
     }
 
-    /** A new reply: the view fits again, and columns are as wide as they can be. `deepest`: its deepest tree, where known. */
+    /** A new reply: the view fits again. `deepest`: its deepest tree, as far as that is known. */
     startRun(deepest = 1) {
       this.#deepest = deepest;
       this.#expanded = false;
@@ -133,11 +130,11 @@
       // As high as the tallest tree since it was expanded: what stands below does not jump from step to step.
       this.#setHeight(this.#expanded ? Math.max(this.#tallest, rows) : this.rows);
       this.#deepest = Math.max(this.#deepest, layout.target.depth, ...layout.nodes.map((node) => node.depth));
+      const { pitch, fit } = this.#columns();
       const labels = layout.nodes.map(({ node, endsRow }) =>
-        label(record.texts[node], endsRow ? LONGEST_LABEL : LONGEST_INNER),
+        label(record.texts[node], endsRow ? LONGEST_LABEL : pitch - GAP - 14),
       );
-      const columns = this.#columns(layout, labels);
-      const at = (spot) => ({ x: columns[spot.depth], y: FIRST_ROW + spot.row * ROW });
+      const at = (spot) => ({ x: MARGIN + spot.depth * pitch, y: FIRST_ROW + spot.row * ROW });
       const placed = new Map(layout.nodes.map((spot, i) => [spot.node, { ...spot, ...at(spot), ...labels[i] }]));
       const rejected = { nodes: [], edges: [] };
       const kept = { nodes: [], edges: [] };
@@ -158,27 +155,18 @@
       const said = [...placed.values()].filter(({ node }) => ["root", "accepted"].includes(words.stateOf(record, node)));
       const keep = own === "target" ? end : Math.max(...said.map((spot) => spot.x + spot.width + 22));
       const width = Math.max(end, ...[...placed.values()].map((spot) => spot.x + spot.width + 22));
-      this.zoom.setContent({ room: this.width, width, keep, height: heightOf(rows), tall: heightOf(this.#tallest) });
+      this.zoom.setContent({ room: this.width, fit, width, keep, height: heightOf(rows), tall: heightOf(this.#tallest) });
       const { scale, x } = this.zoom.view;
       this.svg.style.setProperty("--slide", `${own === "target" ? MARGIN - target.x - x / scale : 0}px`);
       if (focused) this.focusNode(focused.dataset.node);
       this.details?.redrawn(detailed);
     }
 
-    /** The x of each depth: evenly spaced where the reply's deepest tree has room for that, else as close as labels allow. */
-    #columns({ nodes, target }, labels) {
-      const pitch = Math.min(WIDEST, (this.width - 2 * MARGIN) / (this.#deepest + 1));
-      const length = Math.max(target.depth, ...nodes.map(({ depth }) => depth)) + 1;
-      const needed = Array.from({ length }, (_, depth) => (depth < NEAR ? NARROWEST_NEAR : NARROWEST));
-      nodes.forEach(({ depth, endsRow }, i) => {
-        if (!endsRow) needed[depth] = Math.max(needed[depth], labels[i].width + 14 + GAP);
-      });
-      let x = MARGIN;
-      return needed.map((width) => {
-        const start = x;
-        x += Math.max(width, pitch >= ROOMY ? pitch : 0);
-        return start;
-      });
+    /** `pitch`, from column to column, and `fit`, what they take: as the reply's deepest tree wants it, the same in every step. */
+    #columns() {
+      const count = DEPTHS * Math.ceil((this.#deepest + 1) / DEPTHS);
+      const pitch = Math.max(NARROWEST, Math.min(WIDEST, (this.width - 2 * MARGIN) / count));
+      return { pitch, fit: 2 * MARGIN + count * pitch };
     }
 
     #edge(from, to, state) {

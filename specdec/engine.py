@@ -34,6 +34,7 @@ from specdec.speculators.memory import Memory
 from specdec.step import Step, Timings
 from specdec.study import ROUNDS, load_vocabulary, study
 from specdec.target import Cancelled, TargetModel
+from specdec.text import SpecialText, special_texts, token_texts
 from specdec.tree import TokenTree
 
 T = TypeVar("T")
@@ -164,6 +165,15 @@ class SpeculativeEngine:
                 if not any(cooled):
                     raise
             return work()
+
+    @cached_property
+    def _special(self) -> dict[int, SpecialText]:
+        ends = self.model.generation_config.eos_token_id
+        return special_texts(self.tokenizer, ends if isinstance(ends, list) else [ends])
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token's own text, for display; see `specdec.text.token_texts`."""
+        return token_texts(self.tokenizer, token_ids, self._special)
 
     def speculator(self, memory: Memory | None = None) -> HybridSpeculator:
         """A new speculator for one conversation, with or without a ``memory``."""

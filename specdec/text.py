@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from transformers import PreTrainedTokenizerBase
 
@@ -69,13 +70,32 @@ class StopStrings:
         return min(ends) - offset if ends else None
 
 
-def token_texts(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
-    """Each token's own text, for display: special tokens by name, a leading space kept, half a character as U+FFFD."""
+class SpecialText(str):
+    """The name of a special token, which is no text but a sign; ``meaning``: what it stands for, for a reader."""
+
+    meaning: str
+
+
+def special_texts(tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> dict[int, SpecialText]:
+    """Every special token of ``tokenizer``; those of ``ends`` end a reply."""
+    texts: dict[int, SpecialText] = {}
+    for token_id, token in tokenizer.added_tokens_decoder.items():
+        if token.special:
+            texts[token_id] = SpecialText(token.content)
+            name = token.content.strip("<|>[]") or token.content
+            texts[token_id].meaning = "end of reply" if token_id in ends else name
+    return texts
+
+
+def token_texts(
+    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], special: Mapping[int, SpecialText] = MappingProxyType({})
+) -> list[str]:
+    """Each token's own text, for display: those in ``special`` by name, a leading space kept, half a character as U+FFFD."""
     backend = tokenizer.convert_ids_to_tokens(list(token_ids))
     texts: list[str] = []
     for token_id, token in zip(token_ids, backend, strict=True):
         text = tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if token is not None and token.startswith("\N{LOWER ONE EIGHTH BLOCK}") and not text.startswith(" "):
             text = " " + text  # SentencePiece drops the space that begins a text
-        texts.append(text)
+        texts.append(special.get(token_id, text))
     return texts

@@ -389,7 +389,11 @@ def test_the_audit_confirms_the_reply(handlers: ChatHandlers) -> None:
     chat = handlers.tabs.chat("tab")
     assert chat.finished is not None
     count = len(chat.finished.token_ids)
-    assert chat.messages[1].notices[-1].startswith(f"audit ✓: {count} of {count} tokens are the target's own draw")
+    plain, figures = chat.messages[1].notices[-1].split("\n")
+    assert plain == "audit ✓: the model read this reply again, without guessing, and would draw every one of its tokens itself."
+    assert figures.startswith(f"{count} of {count} tokens are the target's own draw under the same noise; ")
+    shown = show(chat.messages[1])[-1]["content"][-1]["text"]
+    assert f"***{plain}***  \n*{figures}*  \n" in shown
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -398,6 +402,7 @@ def test_the_audit_speaks_of_plain_decoding_only_where_rounding_is_no_matter(dty
     assert ("exactly what plain decoding says" in describe(good, False, dtype)) == (dtype == torch.float32)
     assert "largest shortfall is 0.000 logits" in describe(good, False, dtype)
     assert "largest shortfall is 0.250 logits" in describe(bad, True, dtype)
+    assert "would draw 2 of its 3 tokens itself, but not the other 1." in describe(bad, True, dtype)
 
 
 def test_an_audit_during_a_reply_says_that_it_has_to_wait(slow: ChatHandlers, monkeypatch: pytest.MonkeyPatch) -> None:

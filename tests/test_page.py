@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -452,6 +453,38 @@ def test_a_system_prompt_is_read_and_a_full_context_and_a_failure_are_told(
     expect(reply).to_contain_text("tok/s")
 
 
+def test_a_long_reply_of_which_the_panel_lacks_steps_comes_again_whole(
+    toy_page: Page, toy: tuple[SpeculativeEngine, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, (engine, _) = toy_page, toy
+    verify = engine.target.verify
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.15)  # each step has a payload of its own
+        return verify(*arguments)
+
+    monkeypatch.setattr(engine.target, "verify", slow)
+    monkeypatch.setattr("ui.panel.MAX_WHOLE", 0)
+    limit(page, 20)
+    page.evaluate("""() => {
+        const { panel } = document.querySelector(".specdec-host");
+        const { receive } = Object.getPrototypeOf(panel);
+        panel.receive = (text) => {
+            const steps = JSON.parse(text).messages?.flatMap((message) => message.steps ?? []) ?? [];
+            const [first] = steps.map((record) => record.index);
+            if (first > 0 && first < 3) return; // is lost
+            receive.call(panel, text);
+            if (panel.history.missing) window.gap = panel.history.gap;
+        };
+    }""")
+    say(page, "Hello")
+    finish(page)
+    page.wait_for_function("window.gap && !document.querySelector('.specdec-host').panel.history.missing")
+    indices = page.evaluate("document.querySelector('.specdec-host').panel.history.toTrace().steps.map(({ index }) => index)")
+    assert indices == list(range(len(indices)))
+    expect(page.locator("#specdec-panel .notice")).to_have_text("")
+
+
 def broken(*_: Any) -> Any:
     raise RuntimeError("boom")
 
@@ -478,7 +511,7 @@ def test_the_audit_stands_below_the_reply(page: Page) -> None:
     finish(page)
     page.get_by_role("button", name="Audit the reply").click()
     expect(page.locator(".bot-row").last).to_contain_text(
-        re.compile(r"audit( ✓)?: \d+ of \d+ tokens are the target's own choice")
+        re.compile(r"audit( ✓)?: the model read this reply again.+\s+\d+ of \d+ tokens are the target's own choice")
     )
 
 
@@ -520,11 +553,10 @@ def test_a_comparison_takes_two_lanes_not_one_and_can_be_stopped_and_replayed_sl
     run.click()
     expect(page.locator(".race-badge")).to_be_visible(timeout=60_000)
     assert page.locator(".race .lane h3").all_inner_texts() == ["Plain", "Tree"]
-    page.get_by_label("replay speed").select_option("half speed")
+    page.get_by_label("replay speed").select_option("1/2 of true speed")  # which replays it
     pace = page.evaluate("""async () => {
         const wait = (time) => new Promise((resolve) => setTimeout(resolve, time));
         const clock = () => parseFloat(document.querySelector(".race-clock").textContent);
-        document.querySelector(".race-play").click();
         await wait(100);
         const [start, began] = [performance.now(), clock()];
         await wait(300);

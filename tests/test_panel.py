@@ -154,6 +154,30 @@ def test_what_comes_after_the_end_of_the_reply_was_never_said(page: Page) -> Non
     assert page.locator(".tree .node.target").count() == 0
 
 
+def test_a_special_token_is_shown_as_what_it_is(page: Page) -> None:
+    trace = random_trace(9, nodes=6)
+    record = trace["steps"][8]
+    record |= {
+        "finish_reason": "eos",
+        "next_text": "<|im_end|>",
+        "special": {str(record["verdict"]["next_token"]): "end of reply"},
+    }
+    record["token_texts"][-1] = "<|im_end|>"
+    show(page, trace, 8)
+    count = len(record["token_ids"])
+    assert count > 1
+    expect(page.locator(".equation")).to_contain_text(f"one pass gave {count} tokens, the last of them the end of the reply.")
+    own = page.locator('.tree [data-node="target"]')
+    expect(own.locator("text")).to_have_text("‹end of reply›")
+    expect(own.locator("text")).to_have_css("font-style", "italic")
+    own.hover()
+    for name, value in (("token", "<|im_end|>"), ("special token", "end of reply")):
+        expect(page.locator(f".node-details dt:text-is('{name}') + dd")).to_have_text(value)
+    expect(page.locator(".strip .token.special")).to_have_text("‹end of reply›")
+    spelled = page.locator(".strip .token:not(.special)").first
+    expect(spelled).to_have_css("font-style", "normal")
+
+
 def test_the_accepted_path_runs_straight_along_the_top(page: Page) -> None:
     trace = random_trace(30, nodes=14, agreement=0.8)
     show(page, trace, max(range(30), key=lambda i: len(trace["steps"][i]["token_ids"])))
@@ -618,7 +642,7 @@ def test_each_depth_of_a_replys_trees_has_one_place(page: Page) -> None:
     feed = PanelFeed({"name": "no model"}, {}, [], token_text)
     receive(page, feed.start())
     live: set[str] = set()
-    for index, step in enumerate(random_steps(60, nodes=50, agreement=0.8)):
+    for index, step in enumerate(random_steps(30, nodes=50, agreement=0.8)):
         receive(page, feed.steps([step]))
         page.wait_for_function("index => panel.tree.record.index === index", arg=index)
         live |= {place for depth, place in page.evaluate(places) if depth == 2}
@@ -764,6 +788,28 @@ def test_repeated_and_dropped_payloads_leave_the_history_whole(page: Page) -> No
     expect(page.locator(".notice")).to_have_text("")
 
 
+def test_a_long_reply_that_ended_with_a_gap_is_asked_for_again_once_and_the_step_looked_at_stays(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ui.panel.MAX_WHOLE", 1000)
+    feed = PanelFeed({"name": "no model"}, {}, [], token_text)
+    start, *steps = [feed.start(), *(feed.steps([step]) for step in random_steps(12, 6))]
+    page.evaluate("() => { window.asked = 0; panel.askAgain = () => asked++; }")
+    receive(page, start, steps[0], steps[9], steps[10])
+    assert page.evaluate("asked") == 0, "it goes on"
+    receive(page, feed.end(), feed.end())
+    expect(page.locator(".notice")).to_have_text("7 steps did not reach this page.")
+    assert page.evaluate("asked") == 1
+    page.get_by_label("Previous step").click()
+    page.get_by_label("Previous step").click()
+    expect(page.locator(".specdec h2")).to_have_text("Step 10")
+    receive(page, feed.end(whole=True))
+    expect(page.locator(".counter")).to_have_text("10 / 12")
+    expect(page.locator(".specdec h2")).to_have_text("Step 10")
+    expect(page.locator(".notice")).to_have_text("")
+    assert page.evaluate("[asked, panel.history.toTrace().steps.length]") == [1, 12]
+
+
 def test_errors_notes_and_stops_are_shown(page: Page) -> None:
     feed = PanelFeed({"name": "no model"}, {}, [], token_text)
     receive(page, feed.start())
@@ -872,6 +918,8 @@ def test_hostile_text_is_inert(page: Page) -> None:
     for i, text in enumerate(HOSTILE):
         trace["model"]["name"] = trace["prompt"][0]["content"] = text
         trace["settings"] = {"decoding": text, text: text}
+        ids = [record["verdict"]["next_token"] for record in trace["steps"]]
+        trace["steps"][i % 4]["special"] = {str(ids[i % 4]): text}
         show(page, trace, i % 4)
         for node in page.locator(".tree .node:not(.root)").all()[:2]:
             node.hover()
@@ -1021,13 +1069,16 @@ def test_escape_stops_what_is_in_sight_unless_it_closes_something(page: Page) ->
     assert page.evaluate("stopped") == ["reply", "compare-stop"]
 
 
-def race(page: Page, steps: int) -> None:
-    """Begin the replay of a comparison in a host of its own, out of sight at first."""
+def race(page: Page, steps: int, text: str | None = None) -> None:
+    """Begin the replay of a comparison in a host of its own, out of sight at first; ``text``: what its lanes say."""
     lanes = [
         {"decoding": name, "steps": trace["steps"], "figures": trace["steps"][-1]["figures"]}
         for name, nodes in (("plain", 0), ("tree", 8))
         for trace in [random_trace(steps, nodes)]
     ]
+    if text is not None:
+        for step in (step for lane in lanes for step in lane["steps"]):
+            step["text"] = text if step["index"] == 0 else ""
     page.add_script_tag(path=ASSETS / "race.js")
     page.evaluate(
         """payload => {
@@ -1056,6 +1107,32 @@ def test_a_race_waits_until_it_is_in_sight_and_tells_its_result_at_the_finish(pa
     expect(result.locator(".race-badge")).to_be_visible()
     assert result.get_attribute("role") == "status"
     assert page.locator(".race output").count() == 0, "a clock is no live region"
+
+
+def test_a_short_race_is_slow_enough_to_follow_says_so_and_can_be_run_again(page: Page) -> None:
+    page.emulate_media(reduced_motion="no-preference")
+    race(page, steps=60)
+    page.evaluate("document.querySelector('#lap').hidden = false")
+    speed = page.get_by_label("replay speed")
+    length, chosen = page.evaluate("[race.length, Number(race.speed.value)]")
+    assert length / chosen >= 6 > length / (2 * chosen)
+    expect(speed.locator("option:checked")).to_have_text("1/4 of true speed")
+    page.get_by_role("button", name="Skip to the finish").click()
+    expect(page.locator(".race-headline")).to_be_visible()
+    speed.select_option("1/8 of true speed")
+    expect(page.locator(".race-headline")).to_be_hidden()
+    expect(page.get_by_role("button", name="Skip to the finish")).to_be_visible()
+
+
+def test_code_in_a_lane_is_set_as_code_and_the_rest_as_prose(page: Page) -> None:
+    said = "Here:\n```python\nx = 1\n```\nDone. A list:\n1. It\n   ```\n   y"
+    race(page, steps=3, text=said)
+    page.evaluate("document.querySelector('#lap').hidden = false")
+    lane = page.locator(".race .said").first
+    expect(lane.locator("code")).to_have_text(["```python\nx = 1\n```", "   ```\n   y"])
+    assert lane.evaluate("lane => lane.textContent") == said
+    expect(lane.locator("code").first).to_have_css("font-family", re.compile("monospace"))
+    expect(lane).not_to_have_css("font-family", re.compile("monospace"))
 
 
 @pytest.mark.alone

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from toys import tokenizer
+from toys import tiny_engine, tokenizer
 
-from specdec.text import Detokenizer, StopStrings, token_texts
+from specdec.text import Detokenizer, SpecialText, StopStrings, token_texts
 
 SAMPLE = "Grüße 👩\u200d👩\u200d👧 漢字かな🇩🇪 e\u0301 \t\n  end"
 
@@ -35,6 +35,15 @@ def test_special_tokens_do_not_show_in_the_text_but_by_name_in_the_tree() -> Non
     end = tokenizer().convert_tokens_to_ids("<|end|>")
     assert detokenizer.add(end) == ""
     assert token_texts(tokenizer(), [end]) == ["<|end|>"]
+
+
+def test_a_special_token_tells_what_it_stands_for_and_text_that_looks_like_one_is_text() -> None:
+    spelled = tokenizer().encode("<|end|>", split_special_tokens=True)
+    assert len(spelled) == 7
+    end, system, *letters = tiny_engine().token_texts([0, 1, *spelled])
+    assert (end, end.meaning, system, system.meaning) == ("<|end|>", "end of reply", "<|system|>", "system")
+    assert "".join(letters) == "<|end|>"
+    assert not any(isinstance(letter, SpecialText) for letter in letters)
 
 
 @given(st.text("ab<", max_size=30), st.lists(st.text("ab<", min_size=1, max_size=4), max_size=3), st.data())

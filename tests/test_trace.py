@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -15,12 +16,13 @@ from toys import tiny_engine
 
 from specdec.draw import to_networkx, to_node_link_json, tree_figure, write_graphml
 from specdec.step import FinishReason
+from specdec.text import SpecialText
 from specdec.tree import Source
 from ui import trace as traces
 from ui.frontend import EXAMPLE
 from ui.panel import replay
 from ui.record import main as record_trace
-from ui.trace import TraceError, load_trace, save_trace, to_html
+from ui.trace import Recorder, TraceError, load_trace, save_trace, to_html
 
 
 @pytest.fixture
@@ -43,11 +45,27 @@ def test_a_byte_order_mark_is_no_harm(trace: dict[str, Any], tmp_path: Path) -> 
     assert load_trace(tmp_path / "reply.json") == load_trace(json.dumps(trace))
 
 
-def test_a_trace_from_before_the_targets_own_token_was_judged_opens(trace: dict[str, Any]) -> None:
+def test_a_trace_that_knows_less_of_the_targets_own_token_opens(trace: dict[str, Any]) -> None:
     for record in trace["steps"]:
-        del record["target"]["next_prob"], record["target"]["next_rank"]
+        del record["target"]["next_prob"], record["target"]["next_rank"], record["special"]
     (first, *_) = load_trace(json.dumps(trace))["steps"]
-    assert (first["target"]["next_prob"], first["target"]["next_rank"]) == (None, None)
+    assert (first["target"]["next_prob"], first["target"]["next_rank"], first["special"]) == (None, None, {})
+
+
+def test_a_record_tells_which_of_its_tokens_are_no_text() -> None:
+    def named(token_ids: Sequence[int]) -> list[str]:
+        texts = [SpecialText(text) for text in token_text(token_ids)]
+        for text in texts:
+            text.meaning = "end of reply"
+        return [text if token == 7 else str(text) for token, text in zip(token_ids, texts, strict=True)]
+
+    recorder = Recorder({}, {}, [], named)
+    for step in random_steps(9, nodes=12):
+        recorder.add(step)
+        ids = {*step.tree.token_ids.tolist(), *step.token_ids, step.verdict.next_token}
+        assert recorder.records[-1]["special"] == ({"7": "end of reply"} if 7 in ids else {})
+    assert any(record["special"] for record in recorder.records)
+    assert load_trace(json.dumps(recorder.trace()))["steps"][0]["special"] == recorder.records[0]["special"]
 
 
 def test_figures_in_a_file_are_not_trusted(trace: dict[str, Any]) -> None:
@@ -110,6 +128,9 @@ BROKEN = [
     ("target.next_prob", 1.5, "next_prob"),
     ("target.next_rank", 0.5, "next_rank"),
     ("note", 7, "note"),
+    ("special", {"2": 7}, "special"),
+    ("special", {"<img>": "a"}, "special"),
+    ("special", ["a"], "special"),
     ("texts", ["a"], "texts"),
     ("token_texts", [1], "token_texts"),
     ("next_text", None, "next_text"),

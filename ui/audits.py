@@ -65,15 +65,17 @@ def why_differing(dtype: torch.dtype, near: bool = True) -> str:
 
 
 def describe(report: Audit, sampled: bool, dtype: torch.dtype) -> str:
-    """The verdict in one line."""
-    choice = "draw under the same noise" if sampled else "choice"
-    if report.first_difference is not None:
+    """The verdict in a line for everybody, and below it one with the figures."""
+    verb, choice = ("draw", "draw under the same noise") if sampled else ("choose", "choice")
+    if differing := report.tokens - report.own:
+        agreed = f"{report.own:,} of its {report.tokens:,} tokens itself, but not the other {differing:,}"
         why = why_differing(dtype)
-    elif dtype in _EXACT:
-        why = "the text is exactly what plain decoding says"
     else:
-        why = f"every token is its own; in {dtype_name(dtype)} a plain run may still tip near ties the other way"
+        agreed = "every one of its tokens itself"
+        exact = "the text is exactly what plain decoding says"
+        why = exact if dtype in _EXACT else f"in {dtype_name(dtype)} a plain run may still tip near ties the other way"
     return (
+        f"the model read this reply again, without guessing, and would {verb} {agreed}.\n"
         f"{report.own:,} of {report.tokens:,} tokens are the target's own {choice}; "
         f"the largest shortfall is {report.largest_shortfall:.3f} logits ({why})"
     )

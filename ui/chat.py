@@ -9,14 +9,13 @@ import json
 import secrets
 from collections.abc import Generator, Iterator
 from contextlib import closing
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import gradio as gr
 
 from specdec.devices import dtype_name
 from specdec.engine import SpeculativeEngine
-from specdec.text import token_texts
 from ui.audits import GOOD, PREFIX, check
 from ui.chats import Chat, Message, Tabs, Writing, read_messages
 from ui.compare import Comparisons
@@ -128,6 +127,11 @@ class ChatHandlers:
         """How all stands, once a reply has ended or was left: whatever came late is put right."""
         return self._whole(self._chat(request))
 
+    def whole(self, request: gr.Request) -> Any:
+        """The whole of the latest reply, for a panel that lacks some of its steps."""
+        writing = self._chat(request).writing
+        return (writing is not None and writing.whole()) or SKIP
+
     def clear(self, request: gr.Request) -> Frame:
         """Begin a new chat; the old one stays on the shelf."""
         left = self._chat(request)
@@ -197,7 +201,7 @@ class ChatHandlers:
             self.model_facts,
             settings.facts(),
             chat.prompt(settings.system_prompt),
-            lambda token_ids: token_texts(self.engine.tokenizer, token_ids),
+            lambda token_ids: self.engine.token_texts(token_ids),
         )
         try:
             with closing(self.replies.write(chat, writing, settings, details=True)) as batches:
@@ -212,6 +216,8 @@ class ChatHandlers:
                     yield self._frame(chat, panel=feed.steps(steps) if steps else feed.note(writing.place))
         finally:
             writing.unheard = feed.error(reply.notices[-1]) if reply.state == "failed" else feed.end(writing.reason)
+            if feed.is_long:
+                writing.whole = partial(feed.end, writing.reason, whole=True)
         if self._shows(tab, chat, writing):
             yield self._frame(chat, panel=writing.unheard)
             writing.unheard = ""
@@ -255,7 +261,7 @@ def show(message: Message) -> list[dict[str, Any]]:
         fold = {"title": "Reasoning", "status": "done" if closed else "pending"}
         rows.append({"role": "assistant", "content": inert(thought.strip()), "metadata": fold})
         text = text.lstrip("\n")
-    notices = [inert(notice).replace("*", "") for notice in message.notices]
+    notices = [line for notice in message.notices for line in inert(notice).replace("*", "").splitlines()]
     lines = [f"***{notice}***" if notice.startswith(GOOD) else f"*{notice}*" for notice in notices]
     if message.state == "failed":
         lines[-1:] = [f"**{notice}**" for notice in notices[-1:]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -61,7 +62,7 @@ class Writing:
     """A reply that is being written; set ``stop`` and it ends within a step.
 
     ``place`` tells its place in the queue while it waits, ``reason`` why it ended: a finish reason of a step, or "time".
-    ``unheard`` is what the panel has yet to be told of the end.
+    ``unheard`` is what the panel has yet to be told of the end, ``whole`` tells it all of a long reply again.
     """
 
     reply: Message
@@ -69,6 +70,7 @@ class Writing:
     place: str = ""
     reason: str = ""
     unheard: str = ""
+    whole: Callable[[], str] = str
 
 
 @dataclass(frozen=True, slots=True)

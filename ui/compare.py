@@ -17,7 +17,6 @@ from typing import Any
 
 from specdec.prompt import Prompt
 from specdec.request import Decoding
-from specdec.text import token_texts
 from ui.audits import why_differing
 from ui.errors import explain
 from ui.limits import Clock, LimitError
@@ -93,7 +92,7 @@ class Comparisons:
         facts = {**settings.facts(), "decoding": decoding}
         prompt = [{"role": "user", "content": text}]
         name = {"name": self._replies.engine.name}
-        return Recorder(name, facts, prompt, lambda token_ids: token_texts(self._replies.engine.tokenizer, token_ids))
+        return Recorder(name, facts, prompt, self._replies.engine.token_texts)
 
     def _race(
         self, text: str, lanes: list[Lane], settings: Settings, stop: threading.Event, put: Callable[[Any], None]

@@ -212,6 +212,7 @@ def _wire(handlers: ChatHandlers, relay: Relay, parts: _ChatParts, panel: gr.HTM
         settled.append(streamed.then(handlers.settle, None, frame, trigger_mode="multiple", **_QUICK))
     chatbot.undo(handlers.undo, outputs=frame, **_QUICK)
     box.stop(handlers.stop, **_QUICK)
+    panel.select(handlers.whole, outputs=panel, **_QUICK)
     parts.audit.click(handlers.audit, outputs=frame, **slow)
     gr.on([chatbot.clear, new.click], handlers.clear, outputs=frame, **_QUICK)
     saved.select(handlers.open, outputs=frame, **_QUICK)

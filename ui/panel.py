@@ -5,7 +5,7 @@ Create it once, then yield strings to it::
     panel = live_panel()                              # a gr.HTML; shows the recorded example until told otherwise
 
     def respond(message):                             # an event handler with outputs=[..., panel], show_progress="hidden"
-        feed = PanelFeed(model, settings, prompt, partial(token_texts, tokenizer))
+        feed = PanelFeed(model, settings, prompt, engine.token_texts)
         yield feed.start()                            # before the engine starts: "Reading the prompt ..."
         ...
         yield feed.steps(new_steps)                   # all Steps since the last yield, at most 20-30 times a second
@@ -20,7 +20,9 @@ the tree until the next step ("waiting for ..."); a Step's own ``note`` is told 
 takes `replay(trace, label)`, `complaint(line)` and "" (back to the recorded example).
 
 Payloads may be coalesced on their way (the browser sees only the latest value) or come twice. So every message carries a
-sequence number and travels in several consecutive payloads, and the last payload of a reply brings all its steps.
+sequence number and travels in several consecutive payloads, and the last payload of a reply brings all its steps. Of a long
+reply it does not; a page that lacks some of its steps asks for them by the component's ``select`` event, to be answered with
+``feed.end(reason, whole=True)``.
 
 For other pages: `frontend.head()` loads the scripts; ``new specdec.TreeView(host)`` draws a record of a trace into any
 element inside one of class "specdec" (``.show(record, beat)``); ``new specdec.Panel(host)`` is the whole panel
@@ -44,12 +46,13 @@ from ui.trace import Json, Recorder, TokenText, TraceError, load_trace
 REPEATS = 2
 """In how many consecutive payloads a message travels."""
 MAX_WHOLE = 1_000_000
-"""Characters of JSON up to which the last payload brings the whole reply."""
+"""Characters of JSON up to which the last payload brings the whole reply unasked."""
 
 _TEMPLATE = '<div class="specdec-frame"><div class="specdec-host">The live panel needs JavaScript.</div></div>'
 _ON_LOAD = """
 const host = element.querySelector('.specdec-host');
-const panel = new specdec.Panel(host, { assets: props.assets, openTrace: (text) => server.open_trace(text) });
+const panel = new specdec.Panel(host, {
+    assets: props.assets, openTrace: (text) => server.open_trace(text), askAgain: () => trigger('select') });
 host.panel = panel;
 watch('value', () => panel.receive(props.value));
 panel.receive(props.value);
@@ -83,6 +86,11 @@ class PanelFeed:
         self._recent: deque[str] = deque(maxlen=REPEATS)
         self._size = 0
 
+    @property
+    def is_long(self) -> bool:
+        """Whether the end brings the steps along only when asked."""
+        return self._size > MAX_WHOLE
+
     def start(self) -> str:
         """The run begins: model, settings and prompt."""
         return self._payload({"kind": "start", **self.recorder.header})
@@ -99,12 +107,15 @@ class PanelFeed:
         """The reply failed; ``text`` is one line for the reader. What was drawn stays."""
         return self._payload({"kind": "error", "text": text})
 
-    def end(self, reason: str | None = None) -> str:
-        """The reply is over: by itself, at a limit, or stopped by the user; ``reason`` where the last step does not tell."""
+    def end(self, reason: str | None = None, whole: bool = False) -> str:
+        """The reply is over: by itself, at a limit, or stopped by the user; ``reason`` where the last step does not tell.
+
+        ``whole``: with all its steps, also where it is long.
+        """
         records = self.recorder.records
         reason = reason or (records[-1]["finish_reason"] if records else None)
-        whole = {"steps": records} if self._size <= MAX_WHOLE else {}
-        return self._payload({"kind": "end", "finish_reason": reason or "cancelled", **whole})
+        steps = {"steps": records} if whole or not self.is_long else {}
+        return self._payload({"kind": "end", "finish_reason": reason or "cancelled", **steps})
 
     def _payload(self, message: Json) -> str:
         text = _compact({"seq": self._sent, **message})

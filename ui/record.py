@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
 
 from specdec.devices import dtype_name
 from specdec.engine import SpeculativeEngine
-from specdec.text import token_texts
 from ui import frontend
 from ui.trace import Recorder, save_trace
 
@@ -36,7 +34,7 @@ def main() -> None:
         "dtype": dtype_name(engine.model.dtype),
         "device": str(engine.target.device),
     }
-    recorder = Recorder(model, settings, prompt, partial(token_texts, engine.tokenizer))
+    recorder = Recorder(model, settings, prompt, engine.token_texts)
     for step in engine.stream(prompt, details=True, do_sample=False, **settings):
         recorder.add(step)
     save_trace(recorder.trace(), options.out)

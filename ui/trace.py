@@ -39,6 +39,8 @@ A *record* is one step, that is one target pass, over a tree of N nodes (the roo
     "texts":          [N] strings    # the text of each node's token
     "token_texts":    [E] strings    # of each emitted token
     "next_text":      string         # of next_token
+    "special":        strings        # by token id, those of these tokens that are no text: what they stand for, such as
+                                     # "end of reply"; none in older traces
     "figures":                       # totals from the first step to this one; loading recomputes them
       "tokens", "passes", "drafted", "accepted":        ints   # emitted, target passes, drafted, drafted and emitted
       "tokens_per_pass", "expected_tokens_per_pass":    floats # the latter as the scores foretold
@@ -63,6 +65,7 @@ from numpy.typing import NDArray
 from specdec.accept import Verdict
 from specdec.stats import Stats
 from specdec.step import FinishReason, Step, TargetView, Timings
+from specdec.text import SpecialText
 from specdec.tree import Source, TokenTree
 from ui import frontend
 
@@ -73,7 +76,7 @@ MAX_NODES = 1_024
 MAX_SECONDS = 1e6
 
 TokenText = Callable[[Sequence[int]], list[str]]
-"""The text of each token, one by one; `specdec.text.token_texts` with its tokenizer."""
+"""The text of each token, one by one; `specdec.engine.SpeculativeEngine.token_texts`."""
 Json = dict[str, Any]
 T = TypeVar("T")
 
@@ -85,12 +88,15 @@ class TraceError(ValueError):
 def record(step: Step, stats: Stats, token_text: TokenText) -> Json:
     """A step as traces and the panel hold it; ``stats`` have folded it in already."""
     tree_ids, emitted = step.tree.token_ids.tolist(), list(step.token_ids)
-    texts = token_text([*tree_ids, *emitted, step.verdict.next_token])
+    token_ids = [*tree_ids, *emitted, step.verdict.next_token]
+    texts = token_text(token_ids)
+    special = {str(token): text.meaning for token, text in zip(token_ids, texts, strict=True) if isinstance(text, SpecialText)}
     return {
         **step.to_json(),
         "texts": texts[: len(tree_ids)],
         "token_texts": texts[len(tree_ids) : -1],
         "next_text": texts[-1],
+        "special": special,
         "figures": stats.to_json(),
     }
 
@@ -193,11 +199,17 @@ def _records(steps: list[Any]) -> Iterable[Json]:
             texts = _list(raw, "texts", str, len(step.tree))
             token_texts = _list(raw, "token_texts", str, len(step.token_ids))
             next_text = _field(raw, "next_text", str)
+            special = _special(raw.get("special", {}))
         except (ValueError, OverflowError) as error:
             raise TraceError(f"step {position}: {error}") from None
         yield {
-            **step.to_json(), "texts": texts, "token_texts": token_texts, "next_text": next_text, "figures": stats.to_json()
-        }  # fmt: skip
+            **step.to_json(),
+            "texts": texts,
+            "token_texts": token_texts,
+            "next_text": next_text,
+            "special": special,
+            "figures": stats.to_json(),
+        }
 
 
 def _step(raw: Json) -> Step:
@@ -257,9 +269,15 @@ def _target(raw: Any, size: int) -> TargetView | None:
         return None
     _check(isinstance(raw, dict), '"target" must be an object or null')
     prob, rank = raw.get("next_prob"), raw.get("next_rank")
-    _check(prob is None or _is_a(prob, float) and 0 <= prob <= 1, '"next_prob" must lie between 0 and 1, or be null')
+    _check(prob is None or (_is_a(prob, float) and 0 <= prob <= 1), '"next_prob" must lie between 0 and 1, or be null')
     _check(rank is None or _is_a(rank, int), '"next_rank" must be a number or null')
     return TargetView(_probabilities(raw, "probs", size), np.asarray(_list(raw, "ranks", int, size), np.int64), prob, rank)
+
+
+def _special(raw: Any) -> dict[str, str]:
+    named = isinstance(raw, dict) and all(token.isdecimal() and _is_a(meaning, str) for token, meaning in raw.items())
+    _check(named, '"special" must hold a string for each token id')
+    return dict(raw)
 
 
 def _check(holds: bool, message: str) -> None:

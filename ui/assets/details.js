@@ -5,10 +5,14 @@
   const { words } = specdec;
   const VERDICTS = { root: "root: the last committed token", unsaid: "not said: the reply ends before it" };
 
-  const named = (text, id) => [
-    ["token", words.visible(text, 120)],
-    ["token id", String(id)],
-  ];
+  function named(record, text, id) {
+    const meaning = words.meaningOf(record, id);
+    const pairs = [
+      ["token", words.visible(text, 120)],
+      ["token id", String(id)],
+    ];
+    return meaning ? [...pairs, ["special token", words.prose(meaning, 120)]] : pairs;
+  }
 
   /** What the target thought of a token; nothing where that was not recorded. */
   const thought = (prob, rank) =>
@@ -26,9 +30,9 @@
     if (node === "target") {
       const kind = VERDICTS[state] ?? words.KIND_WORDS[words.ownKind(record)];
       const own = thought(target?.next_prob, target?.next_rank);
-      return [...named(record.next_text, verdict.next_token), ...own, ["verdict", kind]];
+      return [...named(record, record.next_text, verdict.next_token), ...own, ["verdict", kind]];
     }
-    const pairs = named(record.texts[node], tree.token_ids[node]);
+    const pairs = named(record, record.texts[node], tree.token_ids[node]);
     if (node > 0 && tree.scores) pairs.push(["estimated to be accepted", words.percent(tree.scores[node])]);
     if (node > 0) pairs.push(...thought(target?.probs[node], target?.ranks[node]));
     if (node > 0 && tree.sources) pairs.push(["drafted from", words.sourceWords(tree.sources[node])]);

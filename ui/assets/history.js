@@ -83,7 +83,10 @@
       const step = this.records.length;
       this.records.push(record);
       this.firstToken.push(this.tokens.length);
-      record.token_texts.forEach((text, i) => this.tokens.push({ text, kind: words.kindOf(record, i), step }));
+      record.token_texts.forEach((text, i) => {
+        const meaning = words.meaningOf(record, record.token_ids[i]);
+        this.tokens.push({ text, meaning, kind: words.kindOf(record, i), step });
+      });
       this.mostTokens = Math.max(this.mostTokens, record.token_ids.length);
       this.finishReason = record.finish_reason ?? this.finishReason;
       this.#count(record);

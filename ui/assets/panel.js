@@ -40,11 +40,15 @@
     #lastWords = "";
     #complainedAt = -Infinity;
 
-    /** `assets`: addresses of style, scripts, page template, Plotly and the recorded example; `openTrace(text)`: checks a trace. */
-    constructor(host, { assets = {}, openTrace = null } = {}) {
+    /**
+     * `assets`: addresses of style, scripts, page template, Plotly and the recorded example; `openTrace(text)`: checks a trace;
+     * `askAgain()`: has the whole of the ended reply sent.
+     */
+    constructor(host, { assets = {}, openTrace = null, askAgain = null } = {}) {
       this.host = host;
       this.assets = assets;
       this.openTrace = openTrace;
+      this.askAgain = askAgain;
       this.feed = new specdec.Feed();
       this.history = new specdec.History();
       this.playback = new specdec.Playback(this.history);
@@ -206,7 +210,16 @@
       if (this.history === this.feed.live) this.#goOn(shown ? { length: 0, notice: "" } : { length, notice });
       if (!this.#isRunning) this.playback.live = false;
       if (ran && !this.#isRunning && this.history === this.feed.live) this.#lastWords = this.#endWords();
+      this.#heal();
       this.schedule();
+    }
+
+    /** Ask, once, for the whole of a reply that ended with a gap. */
+    #heal() {
+      const { live } = this.feed;
+      if (live?.state !== "ended" || !live.gap || live.asked) return;
+      live.asked = true;
+      this.askAgain?.();
     }
 
     /** The shown reply went on from this length and this notice; what it says takes the place of a complaint. */
@@ -238,7 +251,8 @@
     }
 
     #replaceHistory(history) {
-      const { live, position } = this.playback;
+      const { live } = this.playback;
+      const position = this.history.records[this.playback.position]?.index ?? -1; // without a gap it stands there
       this.history = history;
       this.playback.setHistory(history);
       Object.assign(this.playback, { live, position: Math.min(position, history.length - 1) });

@@ -5,15 +5,20 @@
   const { element } = specdec.words;
   const SPEEDS = [
     ["true speed", 1],
-    ["half speed", 0.5],
-    ["a quarter", 0.25],
-    ["a tenth", 0.1],
+    ["1/2 of true speed", 1 / 2],
+    ["1/4 of true speed", 1 / 4],
+    ["1/8 of true speed", 1 / 8],
   ];
+  /** Seconds that a replay should last for the eye to follow it: what is faster is slowed down at first. */
+  const FOLLOWED = 6;
   /** Milliseconds between two looks whether the race is in sight again; a frame that lasts longer stands for one as long. */
   const GLANCE = 250;
 
   const calm = window.matchMedia("(prefers-reduced-motion: reduce)");
   const seconds = (s) => `${s.toFixed(2)} s`;
+  /** Plain text whose fenced code stands in a font of its own. */
+  const withCode = (text) =>
+    text.split(/^( *```[^]*?(?:^ *```|(?![^])))/m).map((part, i) => (i % 2 ? element("code", {}, part) : part));
   const rate = (lane) => lane.figures.tokens_per_second;
 
   /** One lane: its steps with the moment each was done, and what is drawn of it. */
@@ -66,7 +71,7 @@
       this.host.classList.toggle("home", clock >= this.total);
       if (this.shown !== before || clock === 0) {
         const tokens = this.steps.slice(0, this.shown + 1).reduce((sum, step) => sum + step.token_ids.length, 0);
-        this.text.textContent = this.said.join("");
+        this.text.replaceChildren(...withCode(this.said.join("")));
         this.text.scrollTop = this.text.scrollHeight;
         this.tokens = tokens;
         if (this.shown >= 0) this.tree.show(this.steps[this.shown]);
@@ -85,13 +90,13 @@
       this.count = element("p", { class: "note", "aria-hidden": "true" });
       this.playButton = element("button", { type: "button", class: "race-play" });
       this.playButton.onclick = () => this.play(this.#run ? this.length : 0);
-      this.speed = 1;
-      const options = SPEEDS.map(([name, value]) => new Option(name, value));
-      const speed = element("select", { "aria-label": "replay speed" }, ...options);
-      speed.onchange = () => (this.speed = Number(speed.value));
+      this.speed = element("select", { "aria-label": "replay speed" }, ...SPEEDS.map((speed) => new Option(...speed)));
+      this.speed.onchange = () => {
+        if (!this.#run) this.play(0);
+      };
       this.clock = element("span", { class: "race-clock" });
       const why = element("span", { class: "note" }, "a replay of runs made one after the other");
-      this.controls = element("div", { class: "race-controls" }, this.playButton, speed, this.clock, why);
+      this.controls = element("div", { class: "race-controls" }, this.playButton, this.speed, this.clock, why);
       this.track = element("div", { class: "lanes" });
       const head = element("div", { class: "race-head" }, this.result, this.count);
       host.append(head, this.controls, this.track);
@@ -122,6 +127,7 @@
     start(lanes, agreement) {
       this.lanes = lanes;
       this.length = Math.max(...lanes.map((lane) => lane.total));
+      this.speed.value = SPEEDS.find(([, speed]) => this.length / speed >= FOLLOWED)?.[1] ?? SPEEDS.at(-1)[1];
       this.award(lanes);
       this.verdict = [this.headline(), this.badge(agreement)];
       this.controls.hidden = false;
@@ -169,7 +175,7 @@
         if (run !== this.#run) return;
         const inSight = this.host.offsetParent !== null;
         if (inSight) {
-          clock = Math.min(clock + (Math.min(now - last, GLANCE) / 1000) * this.speed, this.length);
+          clock = Math.min(clock + (Math.min(now - last, GLANCE) / 1000) * Number(this.speed.value), this.length);
           this.clock.textContent = seconds(clock);
           for (const lane of this.lanes) lane.draw(clock, this.length);
         }

@@ -54,13 +54,13 @@
       this.box.replaceChildren();
     }
 
-    #append({ text, kind, step }) {
+    #append({ text, meaning, kind, step }) {
       if (!this.#line || this.#line.childElementCount >= LONGEST_LINE) {
         this.#line = words.element("div", { class: "line" });
         this.box.append(this.#line);
       }
-      const span = words.element("span", { class: `token ${kind}`, "data-step": step });
-      span.textContent = words.prose(text).replaceAll("⏎", "⏎\n");
+      const span = words.element("span", { class: `token ${kind} ${meaning ? "special" : ""}`, "data-step": step });
+      span.textContent = words.prose(meaning ? words.sign(meaning) : text).replaceAll("⏎", "⏎\n");
       this.#spans.push(span);
       this.#line.append(span);
       if (text.endsWith("\n")) this.#line = null;

@@ -9,7 +9,7 @@
   const FIRST_ROW = 22;
   const GAP = 20;
   const WIDEST = 132; // columns
-  const NARROWEST = 84;
+  const NARROWEST = 96;
   const DEPTHS = 4; // by which the room for a reply's trees grows, so that its columns seldom move
   const LONGEST_LABEL = 110;
   const LABEL_FONT = "12.5px ui-monospace, 'SF Mono', SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
@@ -34,11 +34,12 @@
     return widths.get(shown);
   }
 
-  /** `text` shown in at most `room` pixels, with an ellipsis where it was cut. */
-  function label(text, room) {
-    let shown = words.visible(text, 24);
-    while (shown.length > 2 && widthOf(shown) > room) shown = words.visible(text, Array.from(shown).length - 1);
-    return { shown, width: Math.max(16, widthOf(shown)) };
+  /** A token shown in at most `room` pixels, with an ellipsis where it was cut; a special one by its `meaning`. */
+  function label(text, meaning, room) {
+    const show = (limit) => (meaning ? words.visible(words.sign(meaning), limit, " ") : words.visible(text, limit));
+    let shown = show(24);
+    while (shown.length > 2 && widthOf(shown) > room) shown = show(Array.from(shown).length - 1);
+    return { shown, special: meaning ? "special" : "", width: Math.max(16, widthOf(shown)) };
   }
 
   /** The marks of the target's own tokens, as paths: a star for a bonus, a turn for a recovered token, a dot without a draft. */
@@ -131,8 +132,9 @@
       this.#setHeight(this.#expanded ? Math.max(this.#tallest, rows) : this.rows);
       this.#deepest = Math.max(this.#deepest, layout.target.depth, ...layout.nodes.map((node) => node.depth));
       const { pitch, fit } = this.#columns();
+      const meaningOf = (id) => words.meaningOf(record, id);
       const labels = layout.nodes.map(({ node, endsRow }) =>
-        label(record.texts[node], endsRow ? LONGEST_LABEL : pitch - GAP - 14),
+        label(record.texts[node], meaningOf(record.tree.token_ids[node]), endsRow ? LONGEST_LABEL : pitch - GAP - 14),
       );
       const at = (spot) => ({ x: MARGIN + spot.depth * pitch, y: FIRST_ROW + spot.row * ROW });
       const placed = new Map(layout.nodes.map((spot, i) => [spot.node, { ...spot, ...at(spot), ...labels[i] }]));
@@ -143,7 +145,8 @@
         if (spot.node > 0) into.edges.push(this.#edge(placed.get(spot.parent), spot, words.stateOf(record, spot.node)));
         into.nodes.push(this.#node(spot));
       }
-      const target = { ...at(layout.target), ...label(record.next_text, LONGEST_LABEL) };
+      const next = label(record.next_text, meaningOf(record.verdict.next_token), LONGEST_LABEL);
+      const target = { ...at(layout.target), ...next };
       const own = words.stateOf(record, "target");
       kept.edges.push(this.#edge(placed.get(layout.target.parent), target, own));
       kept.nodes.push(this.#targetNode(target));
@@ -180,7 +183,7 @@
     }
 
     #node(spot) {
-      const { node, x, y, shown, width } = spot;
+      const { node, x, y, shown, special, width } = spot;
       const state = words.stateOf(this.#record, node);
       const box = width + 14;
       const inner = svg("g", { class: "inner", style: `--order:${node}` });
@@ -194,7 +197,7 @@
       return svg(
         "g",
         {
-          class: `node ${state}`,
+          class: `node ${state} ${special}`,
           "data-node": node,
           transform: `translate(${x.toFixed(1)} ${y})`,
           role: "img",
@@ -211,7 +214,7 @@
       return text;
     }
 
-    #targetNode({ x, y, shown, width }) {
+    #targetNode({ x, y, shown, special, width }) {
       const kind = words.ownKind(this.#record);
       const said = words.stateOf(this.#record, "target") === "target"; // else it won nothing, and carries no sign
       const inner = svg("g", { class: "inner" });
@@ -221,7 +224,7 @@
       return svg(
         "g",
         {
-          class: `node ${words.stateOf(this.#record, "target")} ${kind}`,
+          class: `node ${words.stateOf(this.#record, "target")} ${kind} ${special}`,
           "data-node": "target",
           transform: `translate(${x.toFixed(1)} ${y})`,
           role: "img",

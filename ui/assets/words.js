@@ -20,6 +20,11 @@
     return text === "" ? "" : visible(text, limit, " ");
   }
 
+  /** What stands for a special token, which is no text. */
+  const sign = (meaning) => `‹${meaning}›`;
+  /** What a token of a record stands for, such as "end of reply"; nothing for text. */
+  const meaningOf = (record, id) => record.special?.[id];
+
   const isDrafted = (record) => record.tree.token_ids.length > 1;
   /** Drafted tokens that were emitted: all that the target agreed with, but for those after a stop. */
   const acceptedCount = (record) => Math.min(record.token_ids.length, record.verdict.path.length - 1);
@@ -66,10 +71,11 @@
   /** The step in one sentence, as [text, kind | null] pieces; `kind` colours a number like the tokens it counts. */
   function equation(record) {
     const emitted = record.token_ids.length;
+    const end = record.finish_reason === "eos" ? `, ${emitted === 1 ? "" : "the last of them "}the end of the reply` : "";
     const gave = [
       ["one pass gave ", null],
       [String(emitted), "accepted"],
-      [emitted === 1 ? " token." : " tokens.", null],
+      [`${emitted === 1 ? " token" : " tokens"}${end}.`, null],
     ];
     if (!isDrafted(record)) {
       const why = record.note ? `${prose(record.note.replace("draft inactive: ", ""), 200)}; ` : "";
@@ -139,6 +145,8 @@
   specdec.words = {
     visible,
     prose,
+    sign,
+    meaningOf,
     isDrafted,
     acceptedCount,
     stateOf,

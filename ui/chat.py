@@ -261,10 +261,12 @@ def show(message: Message) -> list[dict[str, Any]]:
         fold = {"title": "Reasoning", "status": "done" if closed else "pending"}
         rows.append({"role": "assistant", "content": inert(thought.strip()), "metadata": fold})
         text = text.lstrip("\n")
-    notices = [line for notice in message.notices for line in inert(notice).replace("*", "").splitlines()]
-    lines = [f"***{notice}***" if notice.startswith(GOOD) else f"*{notice}*" for notice in notices]
-    if message.state == "failed":
-        lines[-1:] = [f"**{notice}**" for notice in notices[-1:]]
+    lines: list[str] = []
+    for number, notice in enumerate(message.notices, start=1):
+        line, _, details = inert(notice).replace("*", "").partition("\n")
+        failed = message.state == "failed" and number == len(message.notices)
+        mark = "**" if failed else "***" if line.startswith(GOOD) else "*"
+        lines += [f"{mark}{line}{mark}", *details.splitlines()]
     lines += [inert(message.footer)] if message.footer else []
     disarm = inert if message.state == "writing" else _inert_once
     parts = [disarm(text) or ("…" if message.state == "writing" else "No reply.")]

@@ -2,7 +2,7 @@
 (() => {
   "use strict";
   const specdec = (window.specdec ??= {});
-  const SMALLEST = 0.85;
+  const SMALLEST = 0.8;
   const PAN = { ArrowLeft: [60, 0], ArrowRight: [-60, 0], ArrowUp: [0, 60], ArrowDown: [0, -60] };
   const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
 

@@ -174,6 +174,12 @@ def test_a_special_token_is_shown_as_what_it_is(page: Page) -> None:
     for name, value in (("token", "<|im_end|>"), ("special token", "end of reply")):
         expect(page.locator(f".node-details dt:text-is('{name}') + dd")).to_have_text(value)
     expect(page.locator(".strip .token.special")).to_have_text("‹end of reply›")
+    record["special"] = {str(record["tree"]["token_ids"][node]): "end of reply" for node in (0, *record["verdict"]["path"][1:])}
+    show(page, trace, 8)
+    expect(page.locator('.tree [data-node="0"] text')).to_have_text("‹end›")
+    record["token_ids"], record["token_texts"] = record["token_ids"][:-1], record["token_texts"][:-1]
+    show(page, trace, 8)
+    expect(page.locator(".equation")).to_contain_text(re.compile(r"agreed with \d+: one pass gave .+ the end of the reply\."))
     spelled = page.locator(".strip .token:not(.special)").first
     expect(spelled).to_have_css("font-style", "normal")
 

@@ -34,10 +34,14 @@
     return widths.get(shown);
   }
 
-  /** A token shown in at most `room` pixels, with an ellipsis where it was cut; a special one by its `meaning`. */
+  /** A token shown in at most `room` pixels, with an ellipsis where it was cut; a special one by its `meaning`, or the first word of that. */
   function label(text, meaning, room) {
     const show = (limit) => (meaning ? words.visible(words.sign(meaning), limit, " ") : words.visible(text, limit));
     let shown = show(24);
+    if (meaning && widthOf(shown) > room) {
+      meaning = meaning.split(" ", 1)[0];
+      shown = show(24);
+    }
     while (shown.length > 2 && widthOf(shown) > room) shown = show(Array.from(shown).length - 1);
     return { shown, special: meaning ? "special" : "", width: Math.max(16, widthOf(shown)) };
   }

@@ -87,8 +87,10 @@
     if (accepted === 0) {
       return [[start + "agreed with none and chose ", null], [String(emitted), "target"], [" itself: ", null], ...gave];
     }
-    if (emitted === accepted)
-      return [[start + "agreed with ", null], [String(accepted), "accepted"], [" and the reply ends here: ", null], ...gave];
+    if (emitted === accepted) {
+      const ends = end ? ": " : " and the reply ends here: ";
+      return [[start + "agreed with ", null], [String(accepted), "accepted"], [ends, null], ...gave];
+    }
     return [
       [start + "agreed with ", null],
       [String(accepted), "accepted"],

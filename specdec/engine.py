@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import count
@@ -25,7 +25,7 @@ from specdec.devices import dtype_name, give_back_memory
 from specdec.errors import LoadError, NotANumberError, is_out_of_memory
 from specdec.loading import load, out_of_memory
 from specdec.prompt import Message, Prompt
-from specdec.reply import Reply
+from specdec.reply import Reading, Reply
 from specdec.request import MAX_BUDGET, Request, RequestError, resolve
 from specdec.sampling import NO_TOKEN
 from specdec.speculators import Proposal, Speculator
@@ -77,7 +77,7 @@ class Conversation:
         """Keep the longest cached prefix of ``token_ids`` and forget the rest; how many tokens stay cached."""
         before, self._weights = self._weights, self.target.weights()
         if self._weights != before:
-            token_ids = ()
+            self.forget()
         shared = next(
             (i for i, (a, b) in enumerate(zip(self.token_ids, token_ids, strict=False)) if a != b),
             min(len(self.token_ids), len(token_ids)),
@@ -86,14 +86,18 @@ class Conversation:
         del self.token_ids[shared:]
         return shared
 
+    def forget(self) -> None:
+        """Give up the K/V, to be read again by the next turn."""
+        self.cache.clear()
+        self.token_ids.clear()
+
     def cool(self) -> bool:
-        """Give up the K/V, to be read again by the next turn; not while a reply is running. Whether there was any."""
+        """`forget`, but not while a reply is running. Whether there was any K/V."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
             warm = any(slab.capacity for slab in self.cache.slabs)
-            self.cache.clear()
-            self.token_ids.clear()
+            self.forget()
             return warm
         finally:
             self._lock.release()
@@ -222,9 +226,11 @@ class SpeculativeEngine:
         return self._decode(request, conversation or self.conversation())
 
     def _decode(self, request: Request, chat: Conversation) -> Iterator[Step]:
-        with self.passes:
-            self._conversations.add(chat)
-        with chat.exclusive(), self.target.memory_guard():
+        with ExitStack() as stack:
+            with self.passes:  # so that nobody cools it just then
+                self._conversations.add(chat)
+                stack.enter_context(chat.exclusive())
+            stack.enter_context(self.target.memory_guard())
             cost = self.pass_cost  # measured, where it is not yet, before the clock starts
             reply = Reply(request, self.tokenizer, self.target.device, self.target.draws_at_once)
             root = request.prompt.token_ids[-1]
@@ -257,13 +263,20 @@ class SpeculativeEngine:
         drafting = time.perf_counter()
         proposal, note = self._propose(request, chat, root, reply.remaining)
         tree = proposal.tree
-        verifying = time.perf_counter()
-        reading = self.with_room(lambda: reply.read(self.target.verify(chat.cache, tree), tree, top_k))
+        verifying = 0.0
+
+        def verified() -> Reading:
+            nonlocal verifying
+            verifying = time.perf_counter()  # anew where it is done once more: what a pass costs is learnt from it
+            return reply.read(self.target.verify(chat.cache, tree), tree, top_k)
+
+        reading = self.with_room(verified)
         accepting = time.perf_counter()
         verdict = accept(tree, reading.choose)
         if verdict.next_token == NO_TOKEN:
             dtype = dtype_name(self.model.dtype)
             remedy = "get its weights again, or choose another --model" if dtype == "float32" else "use --dtype float32"
+            chat.forget()
             raise NotANumberError(f"the logits of {self.name} are not numbers (NaN) in {dtype}: {remedy}")
         emitted, text = reply.emit(tree, verdict)
         committing = time.perf_counter()

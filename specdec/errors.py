@@ -14,7 +14,7 @@ class MemoryFullError(RuntimeError):
 
 
 class NotANumberError(RuntimeError):
-    """A target pass that gave no numbers to choose by, in one line; what was committed before it stays valid."""
+    """A target pass that gave no numbers to choose by, in one line; the conversation is read anew by its next turn."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

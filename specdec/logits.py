@@ -148,6 +148,6 @@ def _seen(rows: Tensor, token_ids: Tensor) -> Tensor:
 
 def _view(nodes: NDArray[np.float32], own: NDArray[np.float32]) -> TargetView:
     """From what `_seen` says of the nodes, the root's without meaning, and of the target's own token."""
-    probs, ranks = nodes[:, 0].copy(), nodes[:, 1].astype(np.int64)
+    probs, ranks = np.nan_to_num(nodes[:, 0]), nodes[:, 1].astype(np.int64)  # NaN after a rejected node that overflowed
     probs[0], ranks[0] = 1, 0
-    return TargetView(probs, ranks, float(own[0]), int(own[1]))
+    return TargetView(probs, ranks, float(np.nan_to_num(own[0])), int(own[1]))

@@ -107,8 +107,14 @@ class TargetModel:
         return self._static is not None and self._static.prepared
 
     def weights(self) -> list[tuple[int, int]]:
-        """Another list once a weight was changed or exchanged, as `specdec.packing.state` sees it (0.4 ms for 300)."""
-        return [state(weight) for weight in self.model.parameters()]
+        """Another list once a weight was changed or exchanged, as `specdec.packing.state` sees it (0.4 ms for 300).
+
+        Passes that were captured with other weights are dropped.
+        """
+        weights = [state(weight) for weight in self.model.parameters()]
+        if self._static is not None:
+            self._static.bind(weights)
+        return weights
 
     @contextmanager
     def memory_guard(self) -> Iterator[None]:
@@ -211,7 +217,7 @@ class TargetModel:
             return
         cache = self.new_cache()
         contexts = [0]
-        while (following := cache.bucket(contexts[-1] + 1)) < min(length, self.context_limit):
+        while (following := cache.bucket(contexts[-1] + 1)) < min(length + BUCKETS[-1], self.context_limit):
             contexts.append(following)
         self.prefill(cache, [0] * contexts[-1])
         for context in reversed(contexts):  # the longest first: graphs go when buffers grow

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_tree import trees
 from toys import ARCHITECTURES, CONTEXT, PATHS, replay_passes, tiny_engine, tiny_model, tokenizer
 
-from specdec.cache import BLOCK, LayerShape, TreeCache
+from specdec.cache import BLOCK, STRIDE, LayerShape, TreeCache
 from specdec.engine import SpeculativeEngine
 from specdec.tree import TokenTree
 
@@ -105,6 +105,20 @@ def test_the_cache_grows_by_doubling_and_never_past_its_maximum() -> None:
     assert bool((cache.slabs[0].keys[:, :, :300] == 1).all())
     with pytest.raises(ValueError, match="maximum"):
         cache.write(0, torch.ones(1, 1, BLOCK, 2), torch.ones(1, 1, BLOCK, 2))
+
+
+@pytest.mark.parametrize(("committed", "extent"), [(0, STRIDE), (STRIDE - 5, STRIDE), (STRIDE, STRIDE + 10)])
+def test_a_trees_pass_sees_a_multiple_of_the_stride_where_there_is_room(committed: int, extent: int) -> None:
+    cache = TreeCache([SHAPE], STRIDE + 10)
+    states = torch.ones(1, 1, committed + 5, 2)
+    cache.write(0, states[:, :, 5:], states[:, :, 5:])
+    cache.commit(range(committed))
+    with cache.extended(5) as seen:
+        keys, values = cache.write(0, states[:, :, :5], states[:, :, :5])
+    assert keys.shape[2] == values.shape[2] == seen == extent
+    assert not keys[:, :, committed + 5 :].any(), "numbers, and not whatever was there"
+    keys, _ = cache.write(0, states[:, :, :1], states[:, :, :1])
+    assert keys.shape[2] == committed + 1, "a pass without a mask sees what there is"
 
 
 def test_a_rewind_beyond_what_is_committed_is_refused() -> None:

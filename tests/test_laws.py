@@ -15,11 +15,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import ARCHITECTURES, CONTEXT, EOS, PATHS, VOCAB, OracleSpeculator, tiny_engine, tiny_model, tokenizer
+from toys import ARCHITECTURES, CONTEXT, EOS, PATHS, VOCAB, OracleSpeculator, replay_passes, tiny_engine, tiny_model, tokenizer
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
+from specdec.accept import Verdict
 from specdec.engine import Conversation, ConversationBusyError, SpeculativeEngine
 from specdec.errors import NotANumberError
+from specdec.logits import target_view
 from specdec.reply import Reply
 from specdec.request import RequestError
 from specdec.sampling import PresencePenaltyProcessor
@@ -317,8 +319,11 @@ def test_law_6_cancelling_ends_the_reply_within_one_step_and_keeps_what_was_said
     assert len(ids(list(engine.stream(PROMPT, conversation=chat, max_new_tokens=5)))) == 5
 
 
-def test_law_6_weights_that_changed_are_read_anew() -> None:
-    engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer())
+@pytest.mark.parametrize("path", PATHS)
+def test_law_6_weights_that_changed_are_read_anew(path: str) -> None:
+    engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer(), static=path == "replayed")
+    if path == "replayed":
+        replay_passes(engine.target)
     chat = engine.conversation()
     before = ids(list(engine.stream(PROMPT, conversation=chat, max_new_tokens=20)))
     other = tiny_model(ARCHITECTURES["llama"], seed=5).state_dict()
@@ -349,6 +354,29 @@ def test_logits_that_are_no_numbers_end_the_reply_in_one_line(path: str, argumen
         with pytest.raises(NotANumberError, match=rf"^the logits of {engine.name} are not numbers .*float32: .*") as caught:
             list(engine.stream(PROMPT, decoding=decoding, max_new_tokens=5, **arguments))
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_law_6_a_conversation_goes_on_once_its_models_weights_are_numbers_again(path: str) -> None:
+    engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer(), static=path == "replayed")
+    chat, expected = engine.conversation(), ids(list(engine.stream(PROMPT, max_new_tokens=20)))
+    weight = engine.model.model.layers[0].self_attn.k_proj.weight
+    sound = weight.detach().clone()
+    torch.nn.init.constant_(weight, torch.nan)
+    with pytest.raises(NotANumberError):
+        list(engine.stream(PROMPT + " and much more of it", conversation=chat, max_new_tokens=20))
+    with torch.no_grad():
+        weight.copy_(sound)
+    assert ids(list(engine.stream(PROMPT, conversation=chat, max_new_tokens=20))) == expected
+
+
+def test_the_targets_view_is_numbers_where_a_rejected_node_has_none() -> None:
+    tree = TokenTree(np.array([5, 6, 7], np.int64), np.array([-1, 0, 1], np.int64))
+    logits = torch.randn(3, VOCAB)
+    logits[1] = torch.nan
+    view = target_view(logits, tree, Verdict((0,), 9, "recovered"))
+    assert np.isfinite(view.probs).all()
+    assert view.next_prob == pytest.approx(float(logits[0].softmax(-1)[9]))
 
 
 def test_a_conversation_serves_one_reply_at_a_time() -> None:

@@ -816,6 +816,16 @@ def test_a_long_reply_that_ended_with_a_gap_is_asked_for_again_once_and_the_step
     assert page.evaluate("[asked, panel.history.toTrace().steps.length]") == [1, 12]
 
 
+def test_a_failed_reply_with_a_gap_is_whole_again_and_still_failed(page: Page) -> None:
+    feed = PanelFeed({"name": "no model"}, {}, [], token_text)
+    start, *steps = [feed.start(), *(feed.steps([step]) for step in random_steps(12, 6))]
+    receive(page, start, steps[0], steps[9])
+    assert page.evaluate("panel.history.missing") == 7
+    receive(page, feed.error("no memory is left"))
+    assert page.evaluate("[panel.history.length, panel.history.missing, panel.history.state]") == [12, 0, "error"]
+    expect(page.locator(".notice.error")).to_have_text("no memory is left")
+
+
 def test_errors_notes_and_stops_are_shown(page: Page) -> None:
     feed = PanelFeed({"name": "no model"}, {}, [], token_text)
     receive(page, feed.start())

@@ -127,6 +127,8 @@ BROKEN = [
     ("target", {"probs": [2.0] * 9, "ranks": [0] * 9}, "probs"),
     ("target.next_prob", 1.5, "next_prob"),
     ("target.next_rank", 0.5, "next_rank"),
+    ("target.next_rank", -1, "next_rank"),
+    ("target.next_rank", None, "go together"),
     ("note", 7, "note"),
     ("special", {"2": 7}, "special"),
     ("special", {"<img>": "a"}, "special"),

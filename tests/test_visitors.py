@@ -164,6 +164,29 @@ def test_visitors_take_turns_however_often_one_of_them_asks() -> None:
     assert "".join(order) == "abcabaa"
 
 
+def test_who_comes_back_at_once_is_not_before_the_second_question_of_another() -> None:
+    turns, order = Turns(), []
+
+    def ask(name: str, times: int) -> None:
+        LocalContext.request.set(gr.Request(client={"host": name}))
+        for _ in range(times):
+            with turns.turn(lambda: False, lambda ahead: None):
+                order.append(name)
+                time.sleep(0.01)
+
+    with turns.turn(lambda: False, lambda ahead: None):  # somebody else's, until all have asked
+        threads = [threading.Thread(target=ask, args=asked) for asked in (("a", 1), ("a", 1), ("b", 20), ("c", 20))]
+        for thread in threads:
+            before = len(turns._line)
+            thread.start()
+            while len(turns._line) == before:
+                time.sleep(0.01)
+    for thread in threads:
+        thread.join()
+    assert order[:3] == ["a", "b", "c"]
+    assert "a" in order[3:6]
+
+
 def test_a_visitor_is_known_by_the_address_of_every_event(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str | None] = []
     monkeypatch.setattr("ui.turns.visitor", lambda: seen.append(visitors.visitor()))

@@ -130,7 +130,10 @@ class ChatHandlers:
     def whole(self, request: gr.Request) -> Any:
         """The whole of the latest reply, for a panel that lacks some of its steps."""
         writing = self._chat(request).writing
-        return (writing is not None and writing.whole()) or SKIP
+        if writing is None:
+            return SKIP
+        answer, writing.whole = writing.whole(), str
+        return answer or SKIP
 
     def clear(self, request: gr.Request) -> Frame:
         """Begin a new chat; the old one stays on the shelf."""
@@ -215,9 +218,10 @@ class ChatHandlers:
                         feed.start()
                     yield self._frame(chat, panel=feed.steps(steps) if steps else feed.note(writing.place))
         finally:
-            writing.unheard = feed.error(reply.notices[-1]) if reply.state == "failed" else feed.end(writing.reason)
+            end = partial(feed.error, reply.notices[-1]) if reply.state == "failed" else partial(feed.end, writing.reason)
             if feed.is_long:
-                writing.whole = partial(feed.end, writing.reason, whole=True)
+                writing.whole = partial(end, whole=True)
+            writing.unheard = end()
         if self._shows(tab, chat, writing):
             yield self._frame(chat, panel=writing.unheard)
             writing.unheard = ""

@@ -92,7 +92,7 @@ class Comparisons:
         facts = {**settings.facts(), "decoding": decoding}
         prompt = [{"role": "user", "content": text}]
         name = {"name": self._replies.engine.name}
-        return Recorder(name, facts, prompt, self._replies.engine.token_texts)
+        return Recorder(name, facts, prompt, lambda token_ids: self._replies.engine.token_texts(token_ids))
 
     def _race(
         self, text: str, lanes: list[Lane], settings: Settings, stop: threading.Event, put: Callable[[Any], None]

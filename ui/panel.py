@@ -103,9 +103,9 @@ class PanelFeed:
         """A line to show above the tree until the next step; "" takes it away."""
         return self._payload({"kind": "note", "text": text})
 
-    def error(self, text: str) -> str:
-        """The reply failed; ``text`` is one line for the reader. What was drawn stays."""
-        return self._payload({"kind": "error", "text": text})
+    def error(self, text: str, whole: bool = False) -> str:
+        """The reply failed; ``text`` is one line for the reader. What was drawn stays; ``whole`` as in `end`."""
+        return self._last({"kind": "error", "text": text}, whole)
 
     def end(self, reason: str | None = None, whole: bool = False) -> str:
         """The reply is over: by itself, at a limit, or stopped by the user; ``reason`` where the last step does not tell.
@@ -114,8 +114,11 @@ class PanelFeed:
         """
         records = self.recorder.records
         reason = reason or (records[-1]["finish_reason"] if records else None)
-        steps = {"steps": records} if whole or not self.is_long else {}
-        return self._payload({"kind": "end", "finish_reason": reason or "cancelled", **steps})
+        return self._last({"kind": "end", "finish_reason": reason or "cancelled"}, whole)
+
+    def _last(self, message: Json, whole: bool) -> str:
+        steps = {"steps": self.recorder.records} if whole or not self.is_long else {}
+        return self._payload({**message, **steps})
 
     def _payload(self, message: Json) -> str:
         text = _compact({"seq": self._sent, **message})

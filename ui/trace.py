@@ -270,7 +270,8 @@ def _target(raw: Any, size: int) -> TargetView | None:
     _check(isinstance(raw, dict), '"target" must be an object or null')
     prob, rank = raw.get("next_prob"), raw.get("next_rank")
     _check(prob is None or (_is_a(prob, float) and 0 <= prob <= 1), '"next_prob" must lie between 0 and 1, or be null')
-    _check(rank is None or _is_a(rank, int), '"next_rank" must be a number or null')
+    _check(rank is None or (_is_a(rank, int) and rank >= 0), '"next_rank" must be 0 or more, or null')
+    _check((prob is None) == (rank is None), '"next_prob" and "next_rank" go together')
     return TargetView(_probabilities(raw, "probs", size), np.asarray(_list(raw, "ranks", int, size), np.int64), prob, rank)
 
 

@@ -72,9 +72,8 @@ class Stops:
 
 @dataclass(slots=True, eq=False)
 class _Ticket:
-    """A place in the line: the round of the rotation in which its holder is served."""
+    """A place in the line: the round of the rotation in which it is served."""
 
-    holder: object
     round: int
 
 
@@ -87,6 +86,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._line: list[_Ticket] = []
+        self._latest: dict[object, int] = {}  # the last round of everybody who came since the line was empty
         self._moved = threading.Condition()
 
     @property
@@ -107,8 +107,10 @@ class Turns:
         """
         holder = visitor() or object()
         with self._moved:
-            latest = [ticket.round + 1 for ticket in self._line if ticket.holder == holder]
-            ticket = _Ticket(holder, max(latest) if latest else self._line[0].round if self._line else 0)
+            present = self._line[0].round if self._line else 0
+            self._latest = {other: last for other, last in self._latest.items() if self._line and last >= present}
+            ticket = _Ticket(max(present, self._latest.get(holder, -1) + 1))
+            self._latest[holder] = ticket.round
             insort(self._line, ticket, key=lambda other: other.round)
             self._moved.notify_all()
         try:

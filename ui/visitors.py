@@ -10,7 +10,8 @@ from ui.space import ON_SPACE
 def visitor() -> str | None:
     """The address behind the present event, as far as the server knows it; None where nobody asked, or nobody can be told.
 
-    On a Space every event comes through the platform's proxy, which says for whom.
+    On a Space every event comes through the platform's proxy, which says for whom. A client may lie to it: it then has its
+    turns in the line like anybody else, but more of them.
     """
     request = LocalContext.request.get(None)
     if request is None:

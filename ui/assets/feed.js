@@ -50,19 +50,19 @@
         Object.assign(live, { state: "streaming", note: "" });
       }
       if (message.kind === "note") live.note = message.text;
-      if (message.kind === "error") Object.assign(live, { state: "error", error: message.text });
-      if (message.kind === "end") this.#end(message);
+      if (message.kind === "error" || message.kind === "end") this.#end(message);
     }
 
     /** The end brings the whole reply along where it is small enough; it fills what was dropped on the way. */
-    #end({ finish_reason: reason, steps }) {
+    #end({ kind, text, finish_reason: reason, steps }) {
       if (this.live.missing > 0 && steps) {
         const { run, label, header, note } = this.live;
         const whole = Object.assign(new History(header), { run, label, note });
         steps.forEach((record) => whole.add(record));
         if (whole.length > this.live.length) this.live = whole;
       }
-      Object.assign(this.live, { state: "ended", finishReason: reason ?? this.live.finishReason });
+      if (kind === "error") Object.assign(this.live, { state: "error", error: text });
+      else Object.assign(this.live, { state: "ended", finishReason: reason ?? this.live.finishReason });
     }
   }
 

@@ -217,7 +217,7 @@
     /** Ask, once, for the whole of a reply that ended with a gap. */
     #heal() {
       const { live } = this.feed;
-      if (live?.state !== "ended" || !live.gap || live.asked) return;
+      if (!["ended", "error"].includes(live?.state) || !live.gap || live.asked) return;
       live.asked = true;
       this.askAgain?.();
     }

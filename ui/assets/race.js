@@ -18,7 +18,7 @@
   const seconds = (s) => `${s.toFixed(2)} s`;
   /** Plain text whose fenced code stands in a font of its own. */
   const withCode = (text) =>
-    text.split(/^( *```[^]*?(?:^ *```|(?![^])))/m).map((part, i) => (i % 2 ? element("code", {}, part) : part));
+    text.split(/^( *```[^`\n]*(?:\n[^]*?)?(?:^ *```|(?![^])))/m).map((part, i) => (i % 2 ? element("code", {}, part) : part));
   const rate = (lane) => lane.figures.tokens_per_second;
 
   /** One lane: its steps with the moment each was done, and what is drawn of it. */

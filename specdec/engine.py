@@ -76,7 +76,7 @@ class Conversation:
     def rewind(self, token_ids: Sequence[int]) -> int:
         """Keep the longest cached prefix of ``token_ids`` and forget the rest; how many tokens stay cached."""
         before, self._weights = self._weights, self.target.weights()
-        if self._weights != before:
+        if before and self._weights != before:
             self.forget()
         shared = next(
             (i for i, (a, b) in enumerate(zip(self.token_ids, token_ids, strict=False)) if a != b),

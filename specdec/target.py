@@ -83,6 +83,7 @@ class TargetModel:
         self._static: StaticPass | None = None
         if static:
             self._static = StaticPass(self._forward, self._home(cuda), self.vocab_size, model.dtype, cuda, progress)
+            self.weights()
         try:
             self._require_tree_attention()
         except (TypeError, ValueError, RuntimeError) as error:

@@ -68,7 +68,7 @@ def test_top_tokens_and_view_agree_with_a_full_softmax(architecture: str) -> Non
     reference = logprobs.topk(8, dim=-1)
     assert top.token_ids.tolist() == reference.indices.tolist()
     np.testing.assert_allclose(top.logprobs, reference.values.numpy(), atol=1e-5)
-    *_, fetched = fetch(logits, torch.tensor([20, 21, 22, 23, 24]), 3, tree)
+    *_, fetched = fetch(logits, (torch.zeros(5), torch.tensor([20, 21, 22, 23, 24])), 3, tree)
     assert fetched is not None
     for last, token in ((1, 21), (3, 23)):  # a leaf, and a node with children
         verdict = Verdict(tuple(tree.path(last)), token, "bonus")

@@ -6,6 +6,7 @@ import gc
 import json
 import re
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from playwright.sync_api import expect, sync_playwright
 from test_chat import QUESTION, SECOND, VALUES, broken, next_text, send, tab, texts, wait_for
 from toys import ARCHITECTURES, tiny_model, tokenizer
 
+from specdec.embedded import Progress
 from specdec.engine import SpeculativeEngine
 from specdec.folders import cache_folder
 from ui.chat import ChatHandlers
@@ -234,4 +236,30 @@ def test_the_section_loads_and_says_what_went_wrong(other: Path) -> None:
         elsewhere.locator("#box textarea").fill("a question")
         elsewhere.keyboard.press("Enter")
         expect(elsewhere.locator("#top")).to_contain_text("other-model")
+        browser.close()
+
+
+def test_a_long_loading_shows_how_far_it_is_and_stops_when_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(name: str, progress: Progress, **loading: Any) -> SpeculativeEngine:
+        for share in range(1000):
+            progress(f"downloading {name}", share / 1000)
+            time.sleep(0.03)
+        pytest.fail("it was to be stopped")
+
+    monkeypatch.setattr("ui.models.chat_engine", download)
+    engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer())
+    with served(build(engine, loading=LOADING)) as url, sync_playwright() as playwright:
+        browser = launch_browser(playwright)
+        page = browser.new_page()
+        page.goto(url)
+        page.locator("#settings button").first.click()
+        page.get_by_role("tab", name="Model").click()
+        page.locator("#model-name input").fill("owner/large")
+        page.get_by_role("button", name="Load", exact=True).click()
+        expect(page.locator("#model-line")).to_contain_text(re.compile(r"Downloading owner/large: [1-9]\d?%"))
+        assert 0 < float(page.locator("#model-line progress").get_attribute("value") or 0) < 1
+        page.locator("#model-stop").click()
+        expect(page.locator("#model-line")).to_contain_text(f"Stopped. Still {engine.name}.")
+        expect(page.locator("#model-line progress")).to_have_count(0)
+        expect(page.get_by_role("button", name="Load", exact=True)).to_be_enabled()
         browser.close()

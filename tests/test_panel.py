@@ -916,7 +916,7 @@ def test_from_a_trace_one_comes_back_to_ones_own_reply_but_not_to_that_of_a_chat
     show(page, random_trace(5, nodes=4))
     way.click()
     expect(page.locator(".counter")).to_have_text("12 / 12")
-    expect(page.locator(".specdec .state")).to_have_text("stopped at the token limit")
+    expect(page.locator(".specdec .state")).to_have_text("at the token limit")
     expect(page.locator(".scrubber")).to_be_focused()
     show(page, random_trace(5, nodes=4))
     expect(way).to_have_text("back to the reply")

@@ -26,9 +26,9 @@
     eos: "finished",
     stop_string: "finished at a stop string",
     stopping_criteria: "finished by a stopping rule",
-    length: "stopped at the token limit",
-    context: "stopped at the context limit",
-    time: "stopped at the time limit",
+    length: "at the token limit",
+    context: "at the context limit",
+    time: "at the time limit",
     cancelled: "stopped by you",
   };
 

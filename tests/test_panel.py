@@ -650,7 +650,7 @@ def test_each_depth_of_a_replys_trees_has_one_place(page: Page) -> None:
     live: set[str] = set()
     for index, step in enumerate(random_steps(30, nodes=50, agreement=0.8)):
         receive(page, feed.steps([step]))
-        page.wait_for_function("index => panel.tree.record.index === index", arg=index)
+        page.wait_for_function("index => panel.tree.record?.index === index", arg=index)
         live |= {place for depth, place in page.evaluate(places) if depth == 2}
     assert len(live) <= 3, "deeper trees than any before move the columns, and not one by one"
 

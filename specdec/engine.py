@@ -57,11 +57,11 @@ class Conversation:
     speculator: Speculator
     cache: TreeCache = field(init=False)
     token_ids: list[int] = field(default_factory=list)
-    _weights: list[tuple[int, int]] = field(default_factory=list)
+    _edition: int = field(init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self.cache = self.target.new_cache()
+        self.cache, self._edition = self.target.new_cache(), self.target.edition()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -75,8 +75,8 @@ class Conversation:
 
     def rewind(self, token_ids: Sequence[int]) -> int:
         """Keep the longest cached prefix of ``token_ids`` and forget the rest; how many tokens stay cached."""
-        before, self._weights = self._weights, self.target.weights()
-        if before and self._weights != before:
+        before, self._edition = self._edition, self.target.edition()
+        if self._edition != before:
             self.forget()
         shared = next(
             (i for i, (a, b) in enumerate(zip(self.token_ids, token_ids, strict=False)) if a != b),

@@ -71,13 +71,10 @@ class StaticPass:
         self.prepared = False
         """Whether the last pass was captured first."""
         self._bound: list[int] = []  # the capacities of the buffers that the graphs know; another one, another buffer
-        self._weights: list[tuple[int, int]] = []
 
-    def bind(self, weights: list[tuple[int, int]]) -> None:
-        """Forget the graphs that know other ``weights`` than these (`specdec.target.TargetModel.weights`)."""
-        if weights != self._weights:
-            self._graphs.clear()
-            self._weights = weights
+    def drop_graphs(self) -> None:
+        """Capture every pass anew: the graphs know weights that are no longer the model's."""
+        self._graphs.clear()
 
     def admit(self, cache: TreeCache) -> None:
         """Let ``cache`` live in the buffers of the passes. Who lives there moves out, with all it wrote."""

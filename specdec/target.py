@@ -80,10 +80,10 @@ class TargetModel:
             static = _is_static(self.device, self._shapes)
         self.draws_at_once: bool = static or cuda
         """Whether the device works while the host goes on, so that a step should wait for it once."""
+        self._weights, self._edition = self._weight_states(), 0
         self._static: StaticPass | None = None
         if static:
             self._static = StaticPass(self._forward, self._home(cuda), self.vocab_size, model.dtype, cuda, progress)
-            self.weights()
         try:
             self._require_tree_attention()
         except (TypeError, ValueError, RuntimeError) as error:
@@ -107,15 +107,20 @@ class TargetModel:
         """Whether the last pass was prepared first (see `specdec.static`), so that its time says nothing of the next ones."""
         return self._static is not None and self._static.prepared
 
-    def weights(self) -> list[tuple[int, int]]:
-        """Another list once a weight was changed or exchanged, as `specdec.packing.state` sees it (0.4 ms for 300).
+    def edition(self) -> int:
+        """Another number once a weight was changed or exchanged, as `specdec.packing.state` sees it (0.4 ms for 300).
 
         Passes that were captured with other weights are dropped.
         """
-        weights = [state(weight) for weight in self.model.parameters()]
-        if self._static is not None:
-            self._static.bind(weights)
-        return weights
+        weights = self._weight_states()
+        if weights != self._weights:
+            self._weights, self._edition = weights, self._edition + 1
+            if self._static is not None:
+                self._static.drop_graphs()
+        return self._edition
+
+    def _weight_states(self) -> list[tuple[int, int]]:
+        return [state(weight) for weight in self.model.parameters()]
 
     @contextmanager
     def memory_guard(self) -> Iterator[None]:

@@ -359,6 +359,22 @@ def test_the_shelf_and_the_theme_need_no_mouse(page: Page) -> None:
     assert page.evaluate("document.body.classList.contains('dark')") is not dark
 
 
+def test_a_menu_opened_again_at_once_offers_everything_again(toy_page: Page) -> None:
+    page = toy_page
+    say(page, "Hello")
+    finish(page)
+    page.locator("#chats .toggle-button").click()
+    row = page.locator(".shelf .row")
+    row.locator("summary").click()
+    row.get_by_role("button", name="Delete").click()
+    row.evaluate("""(row) => {
+        const keep = [...row.querySelectorAll("button")].find((button) => button.textContent === "Keep it");
+        keep.click();
+        row.querySelector("summary").click();
+    }""")
+    expect(row.locator(".actions button")).to_have_text(["Rename", "Export as Markdown", "Export as JSON", "Delete"])
+
+
 def test_chats_that_make_room_and_one_that_finds_none_are_told(toy_page: Page) -> None:
     page = toy_page
     page.evaluate("""() => {

@@ -62,6 +62,7 @@
       const menu = make("details", { className: "menu" });
       const summary = make("summary", { textContent: "⋯" });
       summary.setAttribute("aria-label", `more about ${record.title}`);
+      summary.onclick = () => menu.open || menu.lastChild.replaceWith(this.actions(record, menu)); // before it opens
       menu.append(summary, this.actions(record, menu));
       menu.addEventListener("focusout", (event) => {
         if (!menu.contains(event.relatedTarget)) menu.open = false;
@@ -72,9 +73,7 @@
         leave(menu);
       });
       menu.addEventListener("toggle", () => {
-        if (menu.open) return;
-        menu.lastChild.replaceWith(this.actions(record, menu));
-        if (this.late) this.draw();
+        if (!menu.open && this.late) this.draw();
       });
       const row = make("div", { className: "row" });
       row.dataset.id = record.id;

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -16,7 +17,7 @@ from specdec.request import MAX_BUDGET, Request
 from specdec.speculators import TopK
 from specdec.step import FinishReason
 from specdec.text import Detokenizer, StopStrings
-from specdec.transfer import synchronize
+from specdec.transfer import synchronize, to_device
 from specdec.tree import TokenTree
 
 
@@ -59,12 +60,11 @@ class Reply:
     def read(self, logits: Tensor, tree: TokenTree, top_k: int) -> Reading:
         """What a pass over ``tree`` with ``logits`` [N, V] says: choices for `specdec.accept.accept`, and ``top_k`` per node.
 
-        Where the choice needs the text before it, a node is chosen when the walk reaches it, seeing its own path.
+        Where the choice needs the order of the text before it, a node is chosen when the walk reaches it, seeing its own path.
         """
         sampler = self._request.sampler
-        if self._at_once and sampler.is_blind:
-            positions = (tree.depths() + self._length).tolist()
-            best = logits.max(-1) if sampler.is_argmax else sampler.draw(logits, positions)
+        if self._at_once and sampler.draws_at_once:
+            best = logits.max(-1) if sampler.is_argmax else self._draw(logits, tree)
             chosen, top, view = fetch(logits, best, top_k, tree if self._request.details else None)
             return Reading(chosen.__getitem__, lambda: top, view or partial(target_view, logits, tree))
         choose: Callable[[int], int]
@@ -74,6 +74,15 @@ class Reply:
             synchronize(logits.device)  # the pass ends here; what the choices take is not its cost
             choose = self._chooser(logits, tree)
         return Reading(choose, lambda: top_tokens(logits, top_k), partial(target_view, logits, tree))
+
+    def _draw(self, logits: Tensor, tree: TokenTree) -> tuple[Tensor, Tensor]:
+        sampler = self._request.sampler
+        texts = self._history.new_empty(len(tree), 0)
+        if not sampler.is_blind:
+            paths = np.where(tree.ancestor_mask(), tree.token_ids, logits.shape[1])[:, 1:]
+            before = self._history[:, : self._length].expand(len(tree), -1)  # the root included
+            texts = torch.cat([before, to_device(paths, logits.device)], dim=1)
+        return sampler.draw(logits, (tree.depths() + self._length).tolist(), texts)
 
     def _chooser(self, logits: Tensor, tree: TokenTree) -> Callable[[int], int]:
         sampler, depths = self._request.sampler, tree.depths()

@@ -21,6 +21,7 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -101,19 +102,26 @@ class Sampler:
 
     @property
     def is_blind(self) -> bool:
-        """True where the choice does not depend on the text before it, but for its length: `draw` serves then."""
+        """True where the choice does not depend on the text before it, but for its length."""
         return all(type(processor) in _BLIND for processor in self.processors)
 
-    def draw(self, logits: Tensor, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+    @property
+    def draws_at_once(self) -> bool:
+        """True where `draw` serves: the choice depends on the length of the text before it and the set of its tokens only."""
+        return all(type(processor) in (*_BLIND, *_COUNTING) for processor in self.processors)
+
+    def draw(self, logits: Tensor, positions: Sequence[int], texts: Tensor) -> tuple[Tensor, Tensor]:
         """All choices at once: `choose` for each row of ``logits`` [N, V], whose token will stand at its position.
 
         Their scores [N] float32 and tokens [N]; a score that is not a number stands for `NO_TOKEN`.
 
-        For processors that are blind to the text only (`is_blind`). Nothing waits for the device.
+        ``texts`` [N, L] int64: the tokens before each, filled up with V, which is no token's id; [N, 0] serves where the
+        processors are blind to them. Only for a sampler that `draws_at_once`. Nothing waits for the device.
         """
-        rows = logits if len(logits) > 1 else logits.expand(2, -1)  # a lone row would meet other CUDA kernels, rounding apart
-        blank = torch.empty(len(rows), 0, dtype=torch.int64, device=logits.device)
-        scores: Tensor = self.processors(blank, rows.to(torch.float32, copy=True))[: len(logits)]
+        if len(logits) > 1:
+            scores: Tensor = self.processors(texts, logits.to(torch.float32, copy=True))
+        else:  # a lone row would meet other CUDA kernels, rounding apart
+            scores = self.processors(texts.expand(2, -1), logits.to(torch.float32).repeat(2, 1))[:1]
         if self.seed is None:
             best, tokens = scores.max(-1)
             return best, tokens
@@ -155,4 +163,9 @@ class PresencePenaltyProcessor(LogitsProcessor):  # type: ignore[misc]
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Penalised ``scores`` [B, V] for the reply part of ``input_ids`` [B, L]."""
         reply = input_ids[:, self.prompt_length :]
-        return scores.scatter(1, reply, scores.gather(1, reply) - self.penalty)
+        padded = torch.nn.functional.pad(scores, (0, 1))  # for the id V, as in transformers' repetition penalty
+        return padded.scatter(1, reply, padded.gather(1, reply) - self.penalty)[:, :-1]
+
+
+_COUNTING = (PresencePenaltyProcessor, RepetitionPenaltyLogitsProcessor)
+"""Processors to which a text is the set of its tokens; the id V stands for none."""

@@ -59,9 +59,9 @@ class StaticPass:
         vocab_size: int,
         dtype: torch.dtype,
         capture: bool,
-        progress: Callable[[str, float | None], None],
+        tell: Callable[[str], None],
     ) -> None:
-        self._forward, self._home, self._dtype, self._capture, self._progress = forward, home, dtype, capture, progress
+        self._forward, self._home, self._dtype, self._capture, self._tell = forward, home, dtype, capture, tell
         self._device = home.slabs[0].keys.device
         self._tenant: Callable[[], TreeCache | None] = lambda: None
         self._inputs = {width: _Inputs(width, self._device) for width in BUCKETS}
@@ -117,7 +117,7 @@ class StaticPass:
             self._bound = capacities
         if (width, length) not in self._graphs:
             self.prepared = True
-            self._progress(f"capturing the target pass over {width} nodes and {length} positions", None)
+            self._tell(f"capturing the target pass of width {width} over {length} positions")
             try:
                 self._graphs[width, length] = self._captured(width, length)
             except RuntimeError as error:

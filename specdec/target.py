@@ -55,8 +55,8 @@ class TargetModel:
     """A causal language model seen as: prefill a prompt, verify a tree, at a measured cost.
 
     ``static``: whether trees are verified in fixed shapes (see `specdec.static`) and all choices drawn at once on the device;
-    by default so on a CUDA device that holds the whole model, except where it comes and goes (ZeroGPU). ``progress`` is told
-    of what takes longer than a pass, with the share done where that is known.
+    by default so on a CUDA device that holds the whole model, except where it comes and goes (ZeroGPU). ``progress``, which may
+    be exchanged later on, is told of what takes longer than a pass, with the share done where that is known.
 
     Raises UnsupportedModelError at construction if the model cannot take a tree.
     """
@@ -67,7 +67,7 @@ class TargetModel:
         static: bool | None = None,
         progress: Callable[[str, float | None], None] = lambda *_: None,
     ) -> None:
-        self.model, self._progress = model, progress
+        self.model, self.progress = model, progress
         self.name = type(model).__name__
         config = model.config.get_text_config(decoder=True)
         self.vocab_size: int = config.vocab_size
@@ -83,7 +83,10 @@ class TargetModel:
         self._weights, self._edition = self._weight_states(), 0
         self._static: StaticPass | None = None
         if static:
-            self._static = StaticPass(self._forward, self._home(cuda), self.vocab_size, model.dtype, cuda, progress)
+            home = self._home(cuda)
+            self._static = StaticPass(
+                self._forward, home, self.vocab_size, model.dtype, cuda, lambda text: self.progress(text, None)
+            )
         try:
             self._require_tree_attention()
         except (TypeError, ValueError, RuntimeError) as error:
@@ -132,7 +135,7 @@ class TargetModel:
                 raise
             give_back_memory(error, self.device)
             raise MemoryFullError(
-                f"{self.device} is out of memory for a context of this length: start a new chat, or choose a smaller --model."
+                f"out of memory on {self.device} for a context of this length: start a new chat, or choose a smaller --model."
             ) from error
 
     @torch.inference_mode()
@@ -207,7 +210,7 @@ class TargetModel:
             for turn, width in enumerate(widths):
                 if not (repeat and turn):  # each width of the first round, which may capture it
                     share = (repeat + turn / len(widths)) / (repeats + 1)
-                    self._progress(f"measuring what a pass costs on {self.device}", share)
+                    self.progress(f"measuring what a pass costs on {self.device}", share)
                 tree = TokenTree.chain([token % self.vocab_size for token in range(width)])
                 start = time.perf_counter()
                 argmax(self.verify(cache, tree))

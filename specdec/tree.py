@@ -107,12 +107,12 @@ class TokenTree:
         size = len(self)
         if size == 0 or self.parents.shape != (size,) or self.token_ids.shape != (size,):
             raise ValueError("a token tree needs a root, and as many parents as token ids")
-        if self.parents[0] != -1 or not np.all((self.parents[1:] >= 0) & (self.parents[1:] < np.arange(1, size))):
+        token_ids, parents = self.token_ids.tolist(), self.parents.tolist()  # cheaper than a dozen calls on small arrays
+        if parents[0] != -1 or not all(0 <= parent < node for node, parent in enumerate(parents[1:], 1)):
             raise ValueError("parents[0] must be -1 and every other parent must come before its child")
-        largest = int(self.token_ids.max())
-        if self.token_ids.min() < 0 or (vocab_size is not None and largest >= vocab_size):
+        if min(token_ids) < 0 or (vocab_size is not None and max(token_ids) >= vocab_size):
             raise ValueError("a token id lies outside the vocabulary")
-        if len(np.unique(self.parents * (largest + 1) + self.token_ids)) != size:
+        if len(set(zip(parents, token_ids, strict=True))) != size:
             raise ValueError("siblings must carry distinct tokens")
         for name, array in (("scores", self.scores), ("sources", self.sources)):
             if array is not None and array.shape != (size,):

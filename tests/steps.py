@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,12 +38,27 @@ def random_tree(rng: random.Random, root: int, nodes: int) -> TokenTree:
     return TokenTree(np.array(token_ids), np.array(parents), np.array(scores, np.float32), np.array(sources, np.int8))
 
 
-def random_steps(count: int, nodes: int = 16, seed: int = 0, agreement: float = 0.55) -> Iterator[Step]:
+def chain(rng: random.Random, root: int, nodes: int) -> TokenTree:
+    """One branch of ``nodes`` drafted nodes."""
+    token_ids = [root, *(rng.randrange(len(WORDS)) for _ in range(nodes))]
+    scores = 0.9 ** np.arange(nodes + 1)
+    sources = [Source.ROOT, *[Source.CONTEXT] * nodes]
+    parents = np.arange(-1, nodes)
+    return TokenTree(np.array(token_ids), parents, scores.astype(np.float32), np.array(sources, np.int8))
+
+
+def random_steps(
+    count: int,
+    nodes: int = 16,
+    seed: int = 0,
+    agreement: float = 0.55,
+    draft: Callable[[random.Random, int, int], TokenTree] = random_tree,
+) -> Iterator[Step]:
     """``count`` steps of one reply; the target goes along with a drafted child with probability ``agreement``."""
     rng = random.Random(seed)
     root, length = 0, 40
     for index in range(count):
-        tree = random_tree(rng, root, nodes)
+        tree = draft(rng, root, nodes)
         children = tree.children()
 
         def choose(node: int, children: list[dict[int, int]] = children) -> int:
@@ -72,10 +87,10 @@ def random_steps(count: int, nodes: int = 16, seed: int = 0, agreement: float = 
         root, length = emitted[-1], length + len(emitted)
 
 
-def random_trace(count: int, nodes: int = 16, seed: int = 0, agreement: float = 0.55) -> dict[str, Any]:
+def random_trace(count: int, *arguments: Any, **named: Any) -> dict[str, Any]:
     """The trace of `random_steps`."""
     prompt = [{"role": "user", "content": "How do I make a cup of coffee?"}]
     recorder = Recorder({"name": "no model"}, {"decoding": "tree"}, prompt, token_text)
-    for step in random_steps(count, nodes, seed, agreement):
+    for step in random_steps(count, *arguments, **named):
         recorder.add(step)
     return recorder.trace()

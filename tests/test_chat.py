@@ -17,7 +17,7 @@ import torch
 from browser import served
 from gradio_client import Client
 from gradio_client.exceptions import AppError
-from toys import ARCHITECTURES, tiny_engine, tiny_model, tokenizer
+from toys import ARCHITECTURES, replay_passes, tiny_engine, tiny_model, tokenizer
 
 from specdec.audit import Audit
 from specdec.cost import PassCost
@@ -234,6 +234,29 @@ def test_another_reply_is_waited_for_visibly_and_can_be_given_up(slow: ChatHandl
     assert slow.tabs.chat("b").messages[1].state == "stopped"
     list(first)
     assert texts(slow.tabs.chat("a")) == [QUESTION, *expected(QUESTION)]
+
+
+def test_what_is_captured_during_a_reply_or_a_comparison_is_told_while_it_is_waited_for() -> None:
+    engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer(), static=True)
+    engine.pass_cost = PassCost({1: 0.01, 64: 0.01})
+    handlers, before = ChatHandlers(engine), engine.target.progress
+    static = replay_passes(engine.target)
+    recorded = static._captured
+
+    def slowly(width: int, length: int) -> Any:
+        time.sleep(0.5)  # longer than the page's interval
+        return recorded(width, length)
+
+    static._captured = slowly  # type: ignore[method-assign]
+    told = set()
+    for _ in handlers.send(QUESTION, tab(), *VALUES):
+        told.add(handlers.tabs.chat("tab").messages[1].footer)
+    assert any(footer.startswith("capturing the target pass of width ") for footer in told)
+    static.drop_graphs()
+    race = handlers.comparisons.run("tab", QUESTION, ["plain", "tree"], Settings.read(*VALUES))
+    statuses = [json.loads(payload).get("status", "") for payload in race]
+    assert any(status.startswith("Capturing the target pass of width 1 over") for status in statuses)
+    assert engine.target.progress is before
 
 
 def test_a_new_chat_takes_nothing_over_from_a_reply_that_is_still_written(slow: ChatHandlers) -> None:

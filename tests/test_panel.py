@@ -16,7 +16,7 @@ import networkx as nx
 import pytest
 from browser import launch_browser, least, served, traced_tasks
 from playwright.sync_api import Browser, Page, expect, sync_playwright
-from steps import random_steps, random_trace, token_text
+from steps import chain, random_steps, random_trace, token_text
 
 from specdec.draw import to_networkx
 from ui.frontend import ASSETS
@@ -655,18 +655,37 @@ def test_each_depth_of_a_replys_trees_has_one_place(page: Page) -> None:
     assert len(live) <= 3, "deeper trees than any before move the columns, and not one by one"
 
 
+@pytest.mark.parametrize("width", [1440, 900, 390])
+def test_a_deep_tree_is_whole_in_sight_and_goes_on_below(page: Page, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 900})
+    for agreement in (0, 1):
+        show(page, random_trace(3, nodes=24, agreement=agreement, draft=chain), 1)
+        boxes = page.evaluate("""() => {
+            const room = document.querySelector(".tree").getBoundingClientRect();
+            const boxes = [...document.querySelectorAll(".tree .node")].map((node) => node.getBoundingClientRect());
+            const inside = (box) => box.left >= room.left && box.right <= room.right && box.bottom <= room.bottom;
+            return boxes.map((box) => [inside(box), Math.round(box.left), Math.round(box.top)]);
+        }""")
+        assert all(inside for inside, *_ in boxes)
+        assert len({(left, top) for _, left, top in boxes}) == 26
+    page.focus('.tree [data-node="0"]')
+    for _ in range(24):
+        page.keyboard.press("ArrowRight")
+    expect(page.locator('.tree [data-node="24"]')).to_be_focused()
+
+
 def test_a_tree_that_is_cut_off_fades_at_that_side(page: Page) -> None:
     tree = page.locator(".specdec .tree")
     show(page, random_trace(5, nodes=6), 1)
     expect(tree).not_to_have_class(re.compile("cut"))
-    page.set_viewport_size({"width": 390, "height": 900})
-    show(page, random_trace(30, nodes=40, agreement=1), 20)
-    expect(tree).to_have_class(re.compile("cut-left"))
-    page.focus('.tree [data-node="0"]')
-    for _ in range(8):
-        page.keyboard.press("Shift+ArrowLeft")
+    for _ in range(4):
+        page.click("[aria-label='Zoom in']")
     expect(tree).to_have_class(re.compile("cut-right"))
     expect(tree).to_have_css("mask-image", re.compile("gradient"))
+    page.focus('.tree [data-node="0"]')
+    for _ in range(8):
+        page.keyboard.press("Shift+ArrowRight")
+    expect(tree).to_have_class(re.compile("cut-left"))
 
 
 def test_an_indent_after_a_line_break_stands_on_the_next_line(page: Page) -> None:

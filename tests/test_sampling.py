@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from toys import tiny_engine
@@ -52,41 +54,49 @@ def test_a_token_that_a_processor_removed_is_never_drawn() -> None:
         {"temperature": 0.7, "top_p": 0.9, "top_k": 0},
         {"temperature": 1.3, "top_k": 40, "min_p": 0.05},
         {"typical_p": 0.8, "epsilon_cutoff": 1e-3, "top_k": 0},
+        {"repetition_penalty": 1.3, "temperature": 0.7, "top_k": 0},
+        {"repetition_penalty": 1.1, "presence_penalty": 0.9, "top_k": 20, "top_p": 0.8},
         {"eta_cutoff": 1e-3, "suppress_tokens": [7, 8], "renormalize_logits": True, "remove_invalid_values": True, "top_k": 0},
     ],
     ids=lambda arguments: "-".join(arguments) if isinstance(arguments, dict) else None,
 )
-def test_all_draws_at_once_are_the_draws_one_by_one(arguments: dict[str, object], seed: int | None) -> None:
+def test_all_draws_at_once_are_the_draws_one_by_one(arguments: dict[str, Any], seed: int | None) -> None:
     """Bit for bit, so that ties break alike; logits in bfloat16, where there are many."""
+    arguments = dict(arguments)
+    penalty = arguments.pop("presence_penalty", None)
     model = tiny_engine().model
     config, _ = model._prepare_generation_config(None, do_sample=True, **arguments)
     model._prepare_special_tokens(config)
-    processors = model._get_logits_processor(config, input_ids_seq_length=5, model_kwargs={})
+    own = LogitsProcessorList([PresencePenaltyProcessor(penalty, prompt_length=5)] if penalty else [])
+    processors = model._get_logits_processor(config, input_ids_seq_length=5, logits_processor=own, model_kwargs={})
     sampler = Sampler(processors, seed)
-    assert sampler.is_blind
-    logits = (3 * torch.randn(64, 5000, generator=torch.Generator().manual_seed(1))).bfloat16().float()
+    assert sampler.draws_at_once
+    generator = torch.Generator().manual_seed(1)
+    logits = (3 * torch.randn(64, 5000, generator=generator)).bfloat16().float()
     for size in (1, 2, 64):
         positions = [5 + node // 2 for node in range(size)]
-        texts = [torch.zeros(1, position, dtype=torch.int64) for position in positions]
-        one_by_one = [sampler.choose(row, text) for row, text in zip(logits, texts, strict=False)]
-        _, tokens = sampler.draw(logits[:size], positions)
+        texts = [logits[node].topk(position).indices for node, position in enumerate(positions)]  # likely ones, so it matters
+        one_by_one = [sampler.choose(row, text[None]) for row, text in zip(logits, texts, strict=False)]
+        padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=5000)
+        _, tokens = sampler.draw(logits[:size], positions, padded)
         assert tokens.tolist() == one_by_one
 
 
 def test_the_noise_of_a_position_is_made_once_for_all_its_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     monkeypatch.setattr("specdec.sampling._gumbel", lambda low, high, token_ids: made.append(low) or low * 0.0)
-    Sampler(LogitsProcessorList(), seed=1).draw(torch.randn(64, 100), [7 + node % 5 for node in range(64)])
+    texts = torch.empty(64, 0, dtype=torch.int64)
+    Sampler(LogitsProcessorList(), seed=1).draw(torch.randn(64, 100), [7 + node % 5 for node in range(64)], texts)
     assert [len(low) for low in made] == [5]
 
 
-@pytest.mark.parametrize("arguments", [{"repetition_penalty": 1.1}, {"no_repeat_ngram_size": 3}, {"min_length": 20}])
-def test_what_looks_at_the_text_is_not_drawn_at_once(arguments: dict[str, object]) -> None:
+@pytest.mark.parametrize("arguments", [{"no_repeat_ngram_size": 3}, {"min_length": 20}])
+def test_what_looks_at_the_order_of_the_text_or_a_growing_length_is_not_drawn_at_once(arguments: dict[str, object]) -> None:
     model = tiny_engine().model
     config, _ = model._prepare_generation_config(None, do_sample=True, eos_token_id=0, **arguments)
     model._prepare_special_tokens(config)
     processors = model._get_logits_processor(config, input_ids_seq_length=5, model_kwargs={})
-    assert not Sampler(processors, 1).is_blind
+    assert not Sampler(processors, 1).draws_at_once
 
 
 def test_presence_penalty_counts_a_token_once_and_only_in_the_reply() -> None:

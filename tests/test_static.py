@@ -238,7 +238,7 @@ def test_who_waits_is_told_of_each_capture_and_of_each_width_that_is_measured_fi
     replay_passes(target)
     target.measure_cost(context=20, repeats=2)
     captures = [text for text, share in told if share is None]
-    assert captures == [f"capturing the target pass over {width} nodes and {CONTEXT + PADDING} positions" for width in BUCKETS]
+    assert captures == [f"capturing the target pass of width {width} over {CONTEXT + PADDING} positions" for width in BUCKETS]
     shares = [share for text, share in told if text == "measuring what a pass costs on cpu" and share is not None]
     assert shares == sorted(set(shares))
     assert len(shares) == len(BUCKETS) + 2
@@ -622,7 +622,12 @@ def test_on_a_gpu_a_step_waits_once_for_the_device() -> None:
     list(engine.stream(PROMPT, max_new_tokens=60))
     torch.cuda.set_sync_debug_mode("warn")
     try:
-        for arguments in ({}, {"details": True}, {"do_sample": True, "temperature": 0.8, "top_k": 40, "details": True}):
+        for arguments in (
+            {},
+            {"details": True},
+            {"do_sample": True, "temperature": 0.8, "top_k": 40, "details": True},
+            {"do_sample": True, "repetition_penalty": 1.1, "presence_penalty": 0.5, "top_p": 0.8},
+        ):
             stream = engine.stream(PROMPT, max_new_tokens=20, eos_token_id=VOCAB, **arguments)
             next(stream)
             with pytest.warns(UserWarning, match="synchroniz") as waits:

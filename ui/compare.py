@@ -21,7 +21,7 @@ from ui.audits import why_differing
 from ui.errors import explain
 from ui.limits import Clock, LimitError
 from ui.pump import Pump
-from ui.replies import Replies, Waiting
+from ui.replies import Preparing, Replies, Waiting
 from ui.settings import Settings
 from ui.trace import Json, Recorder
 from ui.turns import GaveUp, Stops, in_line
@@ -58,20 +58,23 @@ class Comparisons:
     def run(self, tab: str, text: str, decodings: Sequence[str], settings: Settings) -> Iterator[str]:
         """Compare ``decodings`` on one prompt; yields payloads for the page's race."""
         settings = self._replies.limits.settings(settings)
-        lanes = [Lane(decoding, self._recorder(text, decoding, settings)) for decoding in LANES if decoding in decodings]
-        if not text.strip() or len(lanes) < 2:
+        chosen = [decoding for decoding in LANES if decoding in decodings]
+        if not text.strip() or len(chosen) < 2:
             yield _payload(error="A comparison needs a prompt and at least two lanes.")
             return
+        lanes: list[Lane] = []
         told: Json = {"status": "The engine is getting ready …"}
         difference: Json | None = None
         with self._stops.begin(tab) as stop:
             try:
                 yield _payload(**told)
-                for events in Pump(partial(self._race, text, lanes, settings, stop)).batches():
+                for events in Pump(partial(self._race, text, chosen, lanes, settings, stop)).batches():
                     for event in events:
                         match event:
                             case Waiting(ahead):
                                 told = {"status": f"{in_line(ahead).capitalize()} …"}
+                            case Preparing(words):
+                                told = {"status": f"{words.capitalize()} …"}
                             case Lane():
                                 told = _status(lanes, event)
                             case _:
@@ -95,13 +98,21 @@ class Comparisons:
         return Recorder(name, facts, prompt, lambda token_ids: self._replies.engine.token_texts(token_ids))
 
     def _race(
-        self, text: str, lanes: list[Lane], settings: Settings, stop: threading.Event, put: Callable[[Any], None]
+        self,
+        text: str,
+        decodings: Sequence[Decoding],
+        lanes: list[Lane],
+        settings: Settings,
+        stop: threading.Event,
+        put: Callable[[Any], None],
     ) -> None:
-        """Decode lane after lane (in the engine's thread); puts the lane at each of its steps, and last the agreement."""
+        """Decode into one of ``lanes`` after the other (in the engine's thread); puts it at each step, last the agreement."""
         replies, decoder = self._replies, self._replies.decoder
         messages = [{"role": "system", "content": settings.system_prompt}] if settings.system_prompt else []
 
+        @decoder.telling(lambda words: put(Preparing(words)))
         def work() -> None:
+            lanes.extend(Lane(decoding, self._recorder(text, decoding, settings)) for decoding in decodings)
             prompt = replies.fit([*messages, {"role": "user", "content": text}], settings.max_tokens)
             for lane in lanes:
                 chosen, clock = replace(settings, decoding=lane.decoding), Clock(stop, replies.limits.seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from specdec.audit import Audit, audit
 from specdec.engine import Conversation, SpeculativeEngine
@@ -16,6 +17,16 @@ class Decoder:
 
     def __init__(self, engine: SpeculativeEngine) -> None:
         self.engine = engine
+
+    @contextmanager
+    def telling(self, tell: Callable[[str], None]) -> Iterator[None]:
+        """While open, ``tell`` hears what the engine prepares before it goes on."""
+        target = self.engine.target
+        before, target.progress = target.progress, lambda text, _: tell(text)
+        try:
+            yield
+        finally:
+            target.progress = before
 
     def conversation(self, *, remember: bool = True) -> Conversation | None:
         """A new conversation for `steps`, as the engine's; None where none outlives a reply."""

@@ -47,6 +47,16 @@ class Reading:
     prompt: Prompt
 
 
+@dataclass(frozen=True, slots=True)
+class Preparing:
+    """What the engine prepares before it goes on, in words."""
+
+    text: str
+
+
+Event = Waiting | Reading | Preparing | Step
+
+
 class Replies:
     """Writes replies into chats, each within ``limits``."""
 
@@ -96,7 +106,6 @@ class Replies:
         try:
             yield []
             for events in self._events(chat, messages, settings, stop, clock, details):
-                steps = [event for event in events if isinstance(event, Step)]
                 for event in events:
                     match event:
                         case Waiting(ahead):
@@ -106,13 +115,16 @@ class Replies:
                             prompt = event.prompt
                             reply.footer = f"reading {len(prompt.token_ids):,} tokens"
                             reply.notices = self._trimmed(prompt)
-                for step in steps:
-                    stats.add(step)
-                    notes.update(filter(None, [step.note]))
-                    token_ids += step.token_ids
-                    reply.text += step.text
-                    reply.footer = ""
-                yield steps
+                        case Preparing(text):
+                            reply.footer = f"{text} …"
+                        case Step():
+                            step = event
+                            stats.add(step)
+                            notes.update(filter(None, [step.note]))
+                            token_ids += step.token_ids
+                            reply.text += step.text
+                            reply.footer = ""
+                yield [event for event in events if isinstance(event, Step)]
             reply.state = "done" if step is not None and step.finish_reason not in (None, "cancelled") else "stopped"
             if not stats.drafted:
                 reply.notices += [note for note, _ in notes.most_common(1)]
@@ -147,8 +159,9 @@ class Replies:
 
     def _events(
         self, chat: Chat, messages: list[dict[str, str]], settings: Settings, stop: threading.Event, clock: Clock, details: bool
-    ) -> Iterator[list[Waiting | Reading | Step]]:
-        def produce(put: Callable[[Waiting | Reading | Step], None]) -> None:
+    ) -> Iterator[list[Event]]:
+        def produce(put: Callable[[Event], None]) -> None:
+            @self.decoder.telling(lambda text: put(Preparing(text)))
             def work() -> None:
                 prompt = self.fit(messages, settings.max_tokens)
                 put(Reading(prompt))

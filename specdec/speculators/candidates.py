@@ -82,6 +82,7 @@ class Opinions(NamedTuple):
     stamp: NDArray[np.int64]
 
 
+@compiled
 def empty_opinions() -> Opinions:
     """Room for one node's candidates."""
     return Opinions(
@@ -105,42 +106,68 @@ NOTHING = empty_evidence(1)
 
 
 @compiled
-def candidate_of(opinions: Opinions, token: int, may_add: bool) -> int:
-    """The number of ``token`` among the candidates, added if new and allowed; -1 if it is not one."""
-    stamp = opinions.stamp[0]
+def place_of(stamps: NDArray[np.int64], numbers: NDArray[np.int32], tokens: NDArray[np.int32], stamp: int, token: int) -> int:
+    """The place in the hash table where ``token`` stands, under this node's ``stamp``, or would stand."""
     place = ((np.int64(token) * 2654435761) >> 20) & (HASHED - 1)
-    while opinions.hash_stamp[place] == stamp:
-        if opinions.tokens[opinions.hash_candidate[place]] == token:
-            return int(opinions.hash_candidate[place])
+    while stamps[place] == stamp and tokens[numbers[place]] != token:
         place = (place + 1) & (HASHED - 1)
-    number = int(opinions.size[0])
-    if not may_add or number >= MOST_CANDIDATES:
-        return -1
-    opinions.hash_stamp[place] = stamp
-    opinions.hash_candidate[place] = number
-    opinions.tokens[number] = token
-    opinions.strongest[number] = -np.inf
-    opinions.size[0] += 1
-    return number
+    return int(place)
 
 
 @compiled
-def add_opinion(opinions: Opinions, expert: int, token: int, share: np.float32, recent: bool, may_add: bool) -> None:
-    """``expert`` gives ``token`` the share ``share``."""
-    candidate = candidate_of(opinions, token, may_add)
-    number = opinions.size[1]
-    if candidate < 0 or number >= MOST_OPINIONS:
-        return
-    log_share = np.log(max(share, np.float32(1e-4)))
-    opinions.candidate[number] = candidate
-    opinions.expert[number] = expert
-    opinions.log_share[number] = log_share
-    opinions.recent[number] = recent
-    opinions.top[expert] = max(opinions.top[expert], log_share)
-    if log_share > opinions.strongest[candidate]:
-        opinions.strongest[candidate] = log_share
-        opinions.source[candidate] = EXPERT_SOURCE[expert]
-    opinions.size[1] += 1
+def candidate_of(opinions: Opinions, token: int) -> int:
+    """The number of ``token`` among the candidates; -1 if it is not one."""
+    stamp = opinions.stamp[0]
+    place = place_of(opinions.hash_stamp, opinions.hash_candidate, opinions.tokens, stamp, token)
+    return int(opinions.hash_candidate[place]) if opinions.hash_stamp[place] == stamp else -1
+
+
+@compiled
+def hear(
+    opinions: Opinions,
+    expert: int,
+    given: NDArray[np.int32],
+    shares: NDArray[np.float32],
+    vocab_size: int,
+    new: int,
+    recent: bool,
+) -> None:
+    """``expert`` gives each of the tokens ``given`` [K] its share; the first ``new`` of them may become candidates by that.
+
+    ``recent``: the first of them is what it saw last.
+    """
+    tokens, stamps, numbers, stamp = opinions.tokens, opinions.hash_stamp, opinions.hash_candidate, opinions.stamp[0]
+    strongest, source = opinions.strongest, opinions.source  # out of the tuple once, not at every use: each is counted
+    candidates, experts, log_shares, recents = opinions.candidate, opinions.expert, opinions.log_share, opinions.recent
+    size, count = opinions.size[0], opinions.size[1]
+    top = opinions.top[expert]
+    for i in range(given.shape[0]):
+        token = given[i]
+        if token < 0 or token >= vocab_size or count >= MOST_OPINIONS:
+            continue
+        place = place_of(stamps, numbers, tokens, stamp, token)
+        if stamps[place] != stamp:
+            if i >= new or size >= MOST_CANDIDATES:
+                continue
+            stamps[place] = stamp
+            numbers[place] = size
+            tokens[size] = token
+            strongest[size] = -np.inf
+            size += 1
+        candidate = numbers[place]
+        log_share = np.log(max(shares[i], np.float32(1e-4)))
+        candidates[count] = candidate
+        experts[count] = expert
+        log_shares[count] = log_share
+        recents[count] = recent and i == 0
+        count += 1
+        top = max(top, log_share)
+        if log_share > strongest[candidate]:
+            strongest[candidate] = log_share
+            source[candidate] = EXPERT_SOURCE[expert]
+    opinions.top[expert] = top
+    opinions.size[0] = size
+    opinions.size[1] = count
 
 
 @compiled
@@ -172,7 +199,7 @@ def gather(opinions: Opinions, sources: Sources, suffix: NDArray[np.int64], leng
             order = ORDER_TABLE[family, known]
             if order > length or (family == CONTEXT and order > sources.longest):
                 break
-            entries[known] = find(evidence, keys[order])
+            entries[known] = find(evidence.keys, keys[order])
             if entries[known] < 0:
                 break
             known += 1
@@ -181,21 +208,16 @@ def gather(opinions: Opinions, sources: Sources, suffix: NDArray[np.int64], leng
         for i in range(known - 1, -1, -1):
             entry = entries[i]
             order = ORDER_TABLE[family, i]
+            seen = evidence.seen[entry]
             if family in (CONTEXT, RECYCLED):
-                met_here[family, order] = evidence.seen[entry]
-            elif family != VOCABULARY and evidence.seen[entry] <= met_here[family - MEMORY_TEXT, order]:
+                met_here[family, order] = seen
+            elif family != VOCABULARY and seen <= met_here[family - MEMORY_TEXT, order]:
                 continue
-            opinions.seen[first + i] = evidence.seen[entry]
-            for slot in range(SLOTS):
-                token = evidence.tokens[entry, slot]
-                if 0 <= token < sources.vocab_size:
-                    recent = slot == 0 and family in (CONTEXT, MEMORY_TEXT)
-                    add_opinion(opinions, first + i, token, evidence.shares[entry, slot], recent, True)
+            opinions.seen[first + i] = seen
+            is_text = family in (CONTEXT, MEMORY_TEXT)
+            hear(opinions, first + i, evidence.tokens[entry], evidence.shares[entry], sources.vocab_size, SLOTS, is_text)
     if depth <= PREVIOUS_DEPTHS and sources.previous_tokens.shape[0] > 0:
         expert = PREVIOUS + depth - 1
         opinions.seen[expert] = 1
-        for rank in range(sources.previous_tokens.shape[0]):
-            token = sources.previous_tokens[rank]
-            if 0 <= token < sources.vocab_size:
-                add_opinion(opinions, expert, token, sources.previous_probs[rank], False, rank < PREVIOUS_NEW)
+        hear(opinions, expert, sources.previous_tokens, sources.previous_probs, sources.vocab_size, PREVIOUS_NEW, False)
     return int(longest_match)

@@ -62,14 +62,14 @@ def extend_key(key: np.uint64, token: int) -> np.uint64:
 
 
 @compiled
-def find(evidence: Evidence, key: np.uint64) -> int:
-    """The entry that holds ``key``, or -1."""
-    mask = np.uint64(evidence.keys.shape[0] - 1)
+def find(keys: NDArray[np.uint64], key: np.uint64) -> int:
+    """The entry of a table with these ``keys`` that holds ``key``, or -1."""
+    mask = np.uint64(keys.shape[0] - 1)
     for way in range(WAYS):
         entry = np.int64((key + np.uint64(way)) & mask)
-        if evidence.keys[entry] == key:
+        if keys[entry] == key:
             return int(entry)
-        if evidence.keys[entry] == 0:  # entries fill in order and are never emptied
+        if keys[entry] == 0:  # entries fill in order and are never emptied
             break
     return -1
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.speculators.candidates import Opinions, candidate_of, gather
+from specdec.speculators.candidates import Opinions, candidate_of, empty_opinions, gather
 from specdec.speculators.evidence import LONGEST
 from specdec.speculators.growth import suffix_at
 from specdec.speculators.hybrid import HybridSpeculator
@@ -47,6 +47,7 @@ class _Listener(HybridSpeculator):
             recycling=like.top_k > 0,
         )
         self._notes = notes
+        self._opinions = empty_opinions()
 
     def _learn(self, size: int, added: int) -> None:
         suffix = np.empty(LONGEST, np.int64)
@@ -56,7 +57,7 @@ class _Listener(HybridSpeculator):
             gather(self._opinions, self._sources(), suffix, length, depth + 1)
             candidates, count = (int(number) for number in self._opinions.size)
             if candidates:
-                truth = candidate_of(self._opinions, int(self._tokens[known]), False)
+                truth = candidate_of(self._opinions, int(self._tokens[known]))
                 self._notes.append(Lesson(_copy(self._opinions, count), depth + 1, truth if truth >= 0 else candidates))
 
 

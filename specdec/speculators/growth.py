@@ -6,11 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.speculators._compiled import compiled
-from specdec.speculators.candidates import Opinions, Sources, candidate_of, gather
+from specdec.speculators.candidates import MOST_CANDIDATES, Sources, candidate_of, empty_opinions, gather
 from specdec.speculators.evidence import LONGEST, SEED, Evidence, blend, extend_key
-from specdec.speculators.mixer import Workspace, learn, mix
+from specdec.speculators.mixer import empty_workspace, learn, mix
 
-MOST_CHILDREN = 24
 LEAST_PROBABILITY = 5e-4  # a path less likely than this is not worth a place in the queue
 
 
@@ -74,8 +73,6 @@ def put(queue: NDArray[np.int64], size: int, entry: int, scores: NDArray[np.floa
 @compiled
 def grow(
     weights: NDArray[np.float32],
-    opinions: Opinions,
-    work: Workspace,
     sources: Sources,
     context: NDArray[np.int64],
     size: int,
@@ -94,14 +91,16 @@ def grow(
     next one scores below its ``worth`` times the sum of all before it. Returns the number of nodes and the longest context
     match behind the root.
     """
+    opinions, work = empty_opinions(), empty_workspace()
     budget = token_ids.shape[0] - 1
-    room = (budget + 1) * MOST_CHILDREN
+    room = (budget + 1) * MOST_CANDIDATES
     tokens = np.empty(room, np.int64)
     above = np.empty(room, np.int64)
     path_scores = np.empty(room, np.float32)
     origin = np.empty(room, np.int8)
     queue = np.empty(room, np.int64)
     depths = np.zeros(budget + 1, np.int64)
+    children = np.zeros(budget + 1, np.int64)
     suffix = np.empty(LONGEST, np.int64)
     queued = 0
     made = 0
@@ -121,30 +120,29 @@ def grow(
                 match_length = match
             mix(weights, opinions, depths[node] + 1, work)
             least = LEAST_PROBABILITY / scores[node]
-            for _ in range(min(branches, MOST_CHILDREN)):
-                best = -1
-                for candidate in range(opinions.size[0]):
-                    if work.probs[candidate] >= least and (best < 0 or work.probs[candidate] > work.probs[best]):
-                        best = candidate
-                if best < 0:
-                    break
-                tokens[made] = opinions.tokens[best]
-                above[made] = node
-                path_scores[made] = scores[node] * min(work.probs[best], np.float32(1))
-                origin[made] = opinions.source[best]
-                put(queue, queued, made, path_scores)
-                work.probs[best] = -1
-                queued += 1
-                made += 1
-        if queued == 0:
+            for candidate in range(opinions.size[0]):
+                if work.probs[candidate] >= least:
+                    tokens[made] = opinions.tokens[candidate]
+                    above[made] = node
+                    path_scores[made] = scores[node] * min(work.probs[candidate], np.float32(1))
+                    origin[made] = opinions.source[candidate]
+                    put(queue, queued, made, path_scores)
+                    queued += 1
+                    made += 1
+        taken = -1
+        while queued > 0 and taken < 0:
+            best = take_best(queue, queued, path_scores)
+            queued -= 1
+            if children[above[best]] < branches:
+                taken = best
+        if taken < 0:
             break
-        taken = take_best(queue, queued, path_scores)
-        queued -= 1
         if count > 1 and path_scores[taken] < worth[min(count, worth.shape[0] - 1)] * expected:
             break
         expected += path_scores[taken]
         token_ids[count] = tokens[taken]
         parents[count] = above[taken]
+        children[above[taken]] += 1
         scores[count] = path_scores[taken]
         kinds[count] = origin[taken]
         depths[count] = depths[above[taken]] + 1
@@ -156,8 +154,6 @@ def grow(
 @compiled
 def learn_verdict(
     weights: NDArray[np.float32],
-    opinions: Opinions,
-    work: Workspace,
     sources: Sources,
     context: NDArray[np.int64],
     size: int,
@@ -165,13 +161,14 @@ def learn_verdict(
     rate: float,
 ) -> None:
     """One gradient step per emitted token: ``context`` [size + emitted] holds the verdict after the root."""
+    opinions, work = empty_opinions(), empty_workspace()
     suffix = np.empty(LONGEST, np.int64)
     for depth in range(emitted):
         length = suffix_at(context, size + depth, 0, context, context, suffix)
         gather(opinions, sources, suffix, length, depth + 1)
         if opinions.size[0] > 0:
             mix(weights, opinions, depth + 1, work)
-            truth = candidate_of(opinions, context[size + depth], False)
+            truth = candidate_of(opinions, context[size + depth])
             if truth < 0:
                 truth = opinions.size[0]
             if work.probs[truth] >= 0:  # not NaN

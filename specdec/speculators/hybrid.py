@@ -15,12 +15,11 @@ from specdec.speculators.candidates import (
     ORDERS,
     RECYCLED,
     Sources,
-    empty_opinions,
 )
 from specdec.speculators.evidence import LONGEST, Evidence, blend_text, empty_evidence, tally_text
 from specdec.speculators.growth import grow, learn_verdict, recycle
 from specdec.speculators.memory import Memory
-from specdec.speculators.mixer import empty_workspace, prior_weights
+from specdec.speculators.mixer import prior_weights
 from specdec.speculators.vocabulary import Vocabulary
 from specdec.tree import TokenTree
 
@@ -68,7 +67,6 @@ class HybridSpeculator:
         self.learning_rate = float(learning_rate)
         self.top_k = TOP_K if recycling else 0
         self._weights = prior_weights()
-        self._opinions, self._workspace = empty_opinions(), empty_workspace()
         self._recycled = empty_evidence(RECYCLED_KEYS) if recycling else NOTHING
         self._orders = TEXT_ORDERS[n >= TEXT_ORDERS]
         self._tokens = np.zeros(1024, np.int64)
@@ -106,8 +104,6 @@ class HybridSpeculator:
         scores, origins = np.zeros(nodes, np.float32), np.zeros(nodes, np.int8)
         count, match_length = grow(
             self._mixer_weights(),
-            self._opinions,
-            self._workspace,
             self._sources(),
             self._tokens,
             self._size,
@@ -137,8 +133,6 @@ class HybridSpeculator:
         """The ``added`` tokens behind the context's ``size`` are the target's verdict: one gradient step for each."""
         learn_verdict(
             self._mixer_weights(),
-            self._opinions,
-            self._workspace,
             self._sources(),
             self._tokens,
             size,

@@ -43,6 +43,7 @@ class Workspace(NamedTuple):
     probs: NDArray[np.float32]
 
 
+@compiled
 def empty_workspace() -> Workspace:
     """Room for the largest node."""
     return Workspace(np.zeros((MOST_CANDIDATES + 1, HIDDEN), np.float32), np.zeros(MOST_CANDIDATES + 1, np.float32))

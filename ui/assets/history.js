@@ -96,13 +96,14 @@
     #count(record) {
       const accepted = words.acceptedCount(record);
       this.acceptedLengths[accepted] = (this.acceptedLengths[accepted] ?? 0) + 1;
-      depthsOf(record.tree).forEach((depth, node) => {
+      const depths = depthsOf(record.tree);
+      depths.forEach((depth, node) => {
         if (node === 0) return;
         const won = words.stateOf(record, node) === "accepted" ? 1 : 0;
         tally(this.byDepth, depth, 1, won);
         tally(this.bySource, record.tree.sources?.[node] ?? "unknown", 1, won);
       });
-      this.deepest = Math.max(this.deepest, deepestOf(record));
+      this.deepest = Math.max(this.deepest, record.verdict.path.length, ...depths);
     }
 
     /** The reply as a trace file holds it, which is whole. */

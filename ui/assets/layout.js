@@ -1,4 +1,5 @@
-// Layout of a token tree on a grid: column = depth, row 0 = the accepted path, straight along the top.
+// Layout of a token tree on a grid: column = depth, row 0 = the accepted path, straight along the top. A tree with more depths
+// than there are columns goes on below, in a band of rows of its own, as a long line of text does.
 (() => {
   "use strict";
   const specdec = (window.specdec ??= {});
@@ -7,13 +8,13 @@
    * Walk the nodes best first and keep what fits into `rows` rows: always the accepted path, then every node whose parent is
    * kept. The row of the last accepted node goes on with the target's own token, so its children start rows of their own.
    */
-  function keepNodes(parents, path, rows) {
+  function keepNodes({ parents, path, depths }, rows, columns) {
     const kept = new Set(path);
     const continued = new Set(path);
-    let used = 1;
+    let used = 1 + Math.floor(path.length / columns);
     for (let node = 1; node < parents.length; node++) {
       if (kept.has(node) || !kept.has(parents[node])) continue;
-      const opensRow = continued.has(parents[node]);
+      const opensRow = continued.has(parents[node]) || depths[node] % columns === 0;
       if (opensRow && used >= rows) continue;
       used += opensRow ? 1 : 0;
       continued.add(parents[node]);
@@ -22,13 +23,23 @@
     return { kept, used };
   }
 
-  /** The tree of a record on the grid; more than `rows` rows are cut and counted in `more`. */
-  function layoutTree(record, rows) {
+  /** The way from a depth and a line to the cell: each band takes as many rows as lines reach into it, in their order. */
+  function cellsOf(spots, columns) {
+    const bandOf = (depth) => Math.floor(depth / columns);
+    const sorted = spots.map(([depth, line]) => [bandOf(depth), line]).sort((a, b) => a[0] - b[0] || a[1] - b[1]);
+    const rows = new Map();
+    for (const key of sorted.map(String)) if (!rows.has(key)) rows.set(key, rows.size);
+    return (depth, line) => ({ column: depth % columns, row: rows.get(String([bandOf(depth), line])) });
+  }
+
+  /** The tree of a record on a grid of so many columns; more than `rows` rows are cut and counted in `more`. */
+  function layoutTree(record, rows, columns) {
     const { parents } = record.tree;
     const { path } = record.verdict;
     const depths = specdec.depthsOf(record.tree);
-    let { kept, used } = keepNodes(parents, path, rows);
-    if (kept.size < parents.length) ({ kept, used } = keepNodes(parents, path, rows - 1));
+    const tree = { parents, path, depths };
+    let { kept, used } = keepNodes(tree, rows, columns);
+    if (kept.size < parents.length) ({ kept, used } = keepNodes(tree, rows - 1, columns));
 
     const children = new Map([...kept].map((node) => [node, []]));
     const onPath = new Set(path);
@@ -36,15 +47,16 @@
     for (const node of likelyFirst) if (node > 0) children.get(parents[node]).push(node);
 
     const lastAccepted = path.at(-1);
-    const row = new Map([[0, 0]]);
-    let nextRow = 1;
+    const line = new Map([[0, 0]]); // where a node would be in one endless band
+    let nextLine = 1;
     const place = (node) => {
       children.get(node).forEach((child, i) => {
-        row.set(child, i === 0 && node !== lastAccepted ? row.get(node) : nextRow++);
+        line.set(child, i === 0 && node !== lastAccepted ? line.get(node) : nextLine++);
         place(child);
       });
     };
     place(0);
+    const cell = cellsOf([...kept].map((node) => [depths[node], line.get(node)]).concat([[path.length, 0]]), columns);
 
     const endsRow = (node) => node !== lastAccepted && children.get(node).length === 0;
     const nodes = [...kept]
@@ -52,12 +64,11 @@
       .map((node) => ({
         node,
         parent: parents[node],
-        depth: depths[node],
-        row: row.get(node),
+        ...cell(depths[node], line.get(node)),
         onPath: onPath.has(node),
         endsRow: endsRow(node),
       }));
-    const target = { parent: lastAccepted, depth: depths[lastAccepted] + 1, row: 0 };
+    const target = { parent: lastAccepted, ...cell(path.length, 0) };
     return { nodes, target, more: parents.length - kept.size, rowCount: used + (kept.size < parents.length ? 1 : 0) };
   }
 

@@ -10,6 +10,7 @@
   const GAP = 20;
   const WIDEST = 132; // columns
   const NARROWEST = 96;
+  const SMALLEST = 0.8; // the scale at which a reply's deepest tree goes on below
   const DEPTHS = 4; // by which the room for a reply's trees grows, so that its columns seldom move
   const LONGEST_LABEL = 110;
   const LABEL_FONT = "12.5px ui-monospace, 'SF Mono', SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
@@ -130,60 +131,59 @@
       const record = this.#record;
       const focused = this.svg.contains(document.activeElement) ? document.activeElement : null;
       const detailed = this.details?.box.hidden === false;
-      const layout = (this.#layout = layoutTree(record, this.#expanded ? Infinity : this.rows));
+      this.#deepest = Math.max(this.#deepest, specdec.deepestOf(record));
+      const { columns, pitch } = this.#grid();
+      const layout = (this.#layout = layoutTree(record, this.#expanded ? Infinity : this.rows, columns));
       const rows = layout.rowCount + (this.#expanded ? 1 : 0); // the last for "show fewer"
       // As high as the tallest tree since it was expanded: what stands below does not jump from step to step.
       this.#setHeight(this.#expanded ? Math.max(this.#tallest, rows) : this.rows);
-      this.#deepest = Math.max(this.#deepest, layout.target.depth, ...layout.nodes.map((node) => node.depth));
-      const { pitch, fit } = this.#columns();
+      const end = MARGIN + columns * pitch;
+      const roomAt = (column, endsRow) => (endsRow && column < columns - 1 ? LONGEST_LABEL : pitch - GAP - 14);
       const meaningOf = (id) => words.meaningOf(record, id);
-      const labels = layout.nodes.map(({ node, endsRow }) =>
-        label(record.texts[node], meaningOf(record.tree.token_ids[node]), endsRow ? LONGEST_LABEL : pitch - GAP - 14),
+      const labels = layout.nodes.map(({ node, column, endsRow }) =>
+        label(record.texts[node], meaningOf(record.tree.token_ids[node]), roomAt(column, endsRow)),
       );
-      const at = (spot) => ({ x: MARGIN + spot.depth * pitch, y: FIRST_ROW + spot.row * ROW });
+      const at = (spot) => ({ x: MARGIN + spot.column * pitch, y: FIRST_ROW + spot.row * ROW });
       const placed = new Map(layout.nodes.map((spot, i) => [spot.node, { ...spot, ...at(spot), ...labels[i] }]));
       const rejected = { nodes: [], edges: [] };
       const kept = { nodes: [], edges: [] };
       for (const spot of placed.values()) {
         const into = spot.onPath ? kept : rejected;
-        if (spot.node > 0) into.edges.push(this.#edge(placed.get(spot.parent), spot, words.stateOf(record, spot.node)));
+        if (spot.node > 0) into.edges.push(this.#edge(placed.get(spot.parent), spot, words.stateOf(record, spot.node), end));
         into.nodes.push(this.#node(spot));
       }
-      const next = label(record.next_text, meaningOf(record.verdict.next_token), LONGEST_LABEL);
-      const target = { ...at(layout.target), ...next };
+      const next = label(record.next_text, meaningOf(record.verdict.next_token), roomAt(layout.target.column, true));
+      const target = { ...layout.target, ...at(layout.target), ...next };
       const own = words.stateOf(record, "target");
-      kept.edges.push(this.#edge(placed.get(layout.target.parent), target, own));
+      kept.edges.push(this.#edge(placed.get(layout.target.parent), target, own, end));
       kept.nodes.push(this.#targetNode(target));
-      if (layout.more > 0 || this.#expanded) rejected.nodes.push(this.#moreNode(at({ depth: 1, row: rows - 1 })));
+      if (layout.more > 0 || this.#expanded) rejected.nodes.push(this.#moreNode(at({ column: 1, row: rows - 1 })));
 
       this.branches.replaceChildren(...rejected.edges, ...rejected.nodes);
       this.path.replaceChildren(...kept.edges, ...kept.nodes);
-      const end = target.x + target.width + 38;
-      const said = [...placed.values()].filter(({ node }) => ["root", "accepted"].includes(words.stateOf(record, node)));
-      const keep = own === "target" ? end : Math.max(...said.map((spot) => spot.x + spot.width + 22));
-      const width = Math.max(end, ...[...placed.values()].map((spot) => spot.x + spot.width + 22));
-      this.zoom.setContent({ room: this.width, fit, width, keep, height: heightOf(rows), tall: heightOf(this.#tallest) });
-      const { scale, x } = this.zoom.view;
-      this.svg.style.setProperty("--slide", `${own === "target" ? MARGIN - target.x - x / scale : 0}px`);
+      this.zoom.setContent({ room: this.width, width: end + MARGIN, height: heightOf(rows), tall: heightOf(this.#tallest) });
+      const said = own === "target";
+      this.svg.style.setProperty("--slide-x", `${said ? MARGIN - target.x : 0}px`);
+      this.svg.style.setProperty("--slide-y", `${said ? FIRST_ROW - target.y : 0}px`);
       if (focused) this.focusNode(focused.dataset.node);
       this.details?.redrawn(detailed);
     }
 
-    /** `pitch`, from column to column, and `fit`, what they take: as the reply's deepest tree wants it, the same in every step. */
-    #columns() {
-      const count = DEPTHS * Math.ceil((this.#deepest + 1) / DEPTHS);
-      const pitch = Math.max(NARROWEST, Math.min(WIDEST, (this.width - 2 * MARGIN) / count));
-      return { pitch, fit: 2 * MARGIN + count * pitch };
+    /** How many columns there are and how wide: as the reply's deepest tree wants it, the same in every step. */
+    #grid() {
+      const wanted = DEPTHS * Math.ceil((this.#deepest + 1) / DEPTHS);
+      const most = Math.max(2, Math.floor((this.width / SMALLEST - 2 * MARGIN) / NARROWEST));
+      const columns = Math.min(wanted, most);
+      return { columns, pitch: Math.max(NARROWEST, Math.min(WIDEST, (this.width - 2 * MARGIN) / columns)) };
     }
 
-    #edge(from, to, state) {
+    /** From node to node; where the next one is in the band below, on to the `end` of this one and from the start of that. */
+    #edge(from, to, state, end) {
       const x = from.x + from.width + 14;
       const bend = Math.min(44, (to.x - x) * 0.6);
-      const d =
-        from.y === to.y
-          ? `M${x} ${from.y}H${to.x}`
-          : `M${x} ${from.y}C${x + bend} ${from.y} ${to.x - bend} ${to.y} ${to.x} ${to.y}`;
-      return svg("path", { class: `edge ${state}`, d });
+      const curve = () => `C${x + bend} ${from.y} ${to.x - bend} ${to.y} ${to.x} ${to.y}`;
+      const way = to.column === 0 ? `H${end}M0 ${to.y}H${to.x}` : from.y === to.y ? `H${to.x}` : curve();
+      return svg("path", { class: `edge ${state}`, d: `M${x} ${from.y}${way}` });
     }
 
     #node(spot) {
@@ -275,7 +275,7 @@
       rows.sort(
         (a, b) =>
           Math.abs(a.row - spot.row) - Math.abs(b.row - spot.row) ||
-          Math.abs(a.depth - spot.depth) - Math.abs(b.depth - spot.depth),
+          Math.abs(a.column - spot.column) - Math.abs(b.column - spot.column),
       );
       return rows[0]?.node ?? null;
     }

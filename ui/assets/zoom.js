@@ -2,7 +2,7 @@
 (() => {
   "use strict";
   const specdec = (window.specdec ??= {});
-  const SMALLEST = 0.8;
+  const SMALLEST = 0.6;
   const PAN = { ArrowLeft: [60, 0], ArrowRight: [-60, 0], ArrowUp: [0, 60], ArrowDown: [0, -60] };
   const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
 
@@ -12,7 +12,7 @@
     constructor(svg, group) {
       this.svg = svg;
       this.group = group;
-      this.content = { room: 1, fit: 1, width: 1, keep: 1, height: 1, tall: 1 };
+      this.content = { room: 1, width: 1, height: 1, tall: 1 };
       this.reset();
       svg.addEventListener("pointerdown", (event) => this.#grab(event));
       svg.addEventListener("pointermove", (event) => this.#move(event));
@@ -27,10 +27,7 @@
       this.view = { scale: 1, x: 0, y: 0 };
     }
 
-    /**
-     * What is drawn: its width, the `room` there is, the width that should `fit` in there, `keep`, the x that must stay in sight
-     * (the end of the accepted path), its height, and how `tall` the room is.
-     */
+    /** What is drawn: how wide and high it is, and how much `room` there is and how `tall`. */
     setContent(content) {
       this.content = content;
       if (!this.user) this.#fitView();
@@ -44,9 +41,8 @@
     }
 
     #fitView() {
-      const { room, fit, keep } = this.content;
-      const scale = clamp(room / fit, SMALLEST, 1);
-      this.view = { scale, x: Math.min(0, room - keep * scale), y: 0 };
+      const { room, width, height, tall } = this.content;
+      this.view = { scale: clamp(Math.min(room / width, tall / height), SMALLEST, 1), x: 0, y: 0 };
     }
 
     by(factor, x = this.svg.clientWidth / 2, y = this.svg.clientHeight / 2) {

@@ -26,9 +26,10 @@ FIND_STEP = """() => {
   const steps = document.querySelector('.specdec-host').panel.history.records;
   const branches = ({ parents }) => parents.filter((_, node) => node > 0 && !parents.includes(node)).length;
   const worth = ({ tree, verdict }) => Math.min(verdict.path.length - 1, 5) + Math.min(branches(tree), 12) / 2;
-  const prose = ({ texts }) => !texts.some((text) => text.includes('<|'));
-  const fits = (step) => step.verdict.path.length <= 6 && step.verdict.kind === 'recovered' && prose(step);
-  return steps.reduce((best, step, i) => (fits(step) && worth(step) > worth(steps[best]) ? i : best), 0);
+  const prose = ({ special }) => !Object.keys(special ?? {}).length;
+  const fits = (step) => step.verdict.path.length <= 6 && prose(step);
+  const better = (step, best) => fits(step) && worth(step) > worth(steps[best]);
+  return steps.slice(0, -3).reduce((best, step, i) => (better(step, best) ? i : best), 0); // another one follows it
 }"""
 
 
@@ -77,9 +78,11 @@ def go_to_branching_step(page: Page) -> None:
     """With the keys, from the reply's end."""
     steps = page.evaluate("document.querySelector('.specdec-host').panel.history.length")
     page.locator(".scrubber").focus()
-    for _ in range(steps - 1 - page.evaluate(FIND_STEP)):
+    found = page.evaluate(FIND_STEP)
+    for _ in range(steps - 1 - found):
         page.keyboard.press("ArrowLeft")
         page.wait_for_timeout(25)
+    expect(page.locator(".specdec h2")).to_have_text(f"Step {found + 1}")
 
 
 def film(browser: Browser, url: str) -> list[tuple[float, bytes]]:

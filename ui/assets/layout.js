@@ -1,5 +1,5 @@
-// Layout of a token tree on a grid: column = depth, row 0 = the accepted path, straight along the top. A tree with more depths
-// than there are columns goes on below, in a band of rows of its own, as a long line of text does.
+// Layout of a token tree on a grid: column = depth, row 0 = the accepted path, straight along the top. A line with more depths
+// than there are columns goes on in the row below, as a long line of text does.
 (() => {
   "use strict";
   const specdec = (window.specdec ??= {});
@@ -23,13 +23,13 @@
     return { kept, used };
   }
 
-  /** The way from a depth and a line to the cell: each band takes as many rows as lines reach into it, in their order. */
+  /** The way from a line and a depth on it to the cell: a line takes as many rows as it needs, one below the other. */
   function cellsOf(spots, columns) {
     const bandOf = (depth) => Math.floor(depth / columns);
-    const sorted = spots.map(([depth, line]) => [bandOf(depth), line]).sort((a, b) => a[0] - b[0] || a[1] - b[1]);
+    const sorted = spots.map(([line, depth]) => [line, bandOf(depth)]).sort((a, b) => a[0] - b[0] || a[1] - b[1]);
     const rows = new Map();
     for (const key of sorted.map(String)) if (!rows.has(key)) rows.set(key, rows.size);
-    return (depth, line) => ({ column: depth % columns, row: rows.get(String([bandOf(depth), line])) });
+    return (line, depth) => ({ column: depth % columns, row: rows.get(String([line, bandOf(depth)])) });
   }
 
   /** The tree of a record on a grid of so many columns; more than `rows` rows are cut and counted in `more`. */
@@ -47,7 +47,7 @@
     for (const node of likelyFirst) if (node > 0) children.get(parents[node]).push(node);
 
     const lastAccepted = path.at(-1);
-    const line = new Map([[0, 0]]); // where a node would be in one endless band
+    const line = new Map([[0, 0]]); // which row a node would have if there were columns enough
     let nextLine = 1;
     const place = (node) => {
       children.get(node).forEach((child, i) => {
@@ -56,7 +56,7 @@
       });
     };
     place(0);
-    const cell = cellsOf([...kept].map((node) => [depths[node], line.get(node)]).concat([[path.length, 0]]), columns);
+    const cell = cellsOf([[0, path.length], ...[...kept].map((node) => [line.get(node), depths[node]])], columns);
 
     const endsRow = (node) => node !== lastAccepted && children.get(node).length === 0;
     const nodes = [...kept]
@@ -64,11 +64,11 @@
       .map((node) => ({
         node,
         parent: parents[node],
-        ...cell(depths[node], line.get(node)),
+        ...cell(line.get(node), depths[node]),
         onPath: onPath.has(node),
         endsRow: endsRow(node),
       }));
-    const target = { parent: lastAccepted, ...cell(path.length, 0) };
+    const target = { parent: lastAccepted, ...cell(0, path.length) };
     return { nodes, target, more: parents.length - kept.size, rowCount: used + (kept.size < parents.length ? 1 : 0) };
   }
 

@@ -177,7 +177,7 @@
       return { columns, pitch: Math.max(NARROWEST, Math.min(WIDEST, (this.width - 2 * MARGIN) / columns)) };
     }
 
-    /** From node to node; where the next one is in the band below, on to the `end` of this one and from the start of that. */
+    /** From node to node; where a line goes on below, on to the `end` of this row and from the start of that. */
     #edge(from, to, state, end) {
       const x = from.x + from.width + 14;
       const bend = Math.min(44, (to.x - x) * 0.6);

@@ -690,6 +690,20 @@ def test_a_tree_that_is_cut_off_fades_at_that_side(page: Page) -> None:
     expect(tree).to_have_class(re.compile("cut-left"))
 
 
+def test_the_strip_follows_the_shown_step(page: Page) -> None:
+    trace = random_trace(60, nodes=6)
+    for record in trace["steps"]:
+        record["token_texts"] = [*record["token_texts"][:-1], "word\n"]
+    boxes = """() => [document.querySelector('.strip'), document.querySelector('.strip .now')].map((element) => {
+        const { top, bottom } = element.getClientRects()[0];
+        return [top, bottom];
+    })"""
+    for step in (59, 30, 2, 45, 0):
+        show(page, trace, step)
+        (top, bottom), (first, last) = page.evaluate(boxes)
+        assert top - 2 <= first < last <= bottom - 18, step
+
+
 def test_an_indent_after_a_line_break_stands_on_the_next_line(page: Page) -> None:
     trace = random_trace(3, nodes=0)
     for record, text in zip(trace["steps"], ("def", "\n    ", "return"), strict=True):

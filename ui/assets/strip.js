@@ -107,11 +107,9 @@
     }
 
     #keepInSight(span) {
-      const top = span.offsetTop;
-      const { scrollTop, clientHeight } = this.box;
-      if (top < scrollTop + 4 || top + span.offsetHeight > scrollTop + clientHeight - FADE) {
-        this.box.scrollTop = Math.max(0, top - clientHeight * 0.6);
-      }
+      const box = this.box.getBoundingClientRect();
+      const { top, bottom } = span.getClientRects()[0] ?? box; // of its first line: it may end with a line break
+      if (top < box.top || bottom > box.bottom - FADE) this.box.scrollTop += top - box.top - box.height * 0.6;
     }
   }
 

@@ -690,18 +690,26 @@ def test_a_tree_that_is_cut_off_fades_at_that_side(page: Page) -> None:
     expect(tree).to_have_class(re.compile("cut-left"))
 
 
-def test_the_strip_follows_the_shown_step(page: Page) -> None:
+def test_the_strip_follows_the_shown_step_until_the_user_scrolls_it(page: Page) -> None:
     trace = random_trace(60, nodes=6)
-    for record in trace["steps"]:
+    for record in trace["steps"][::3]:
         record["token_texts"] = [*record["token_texts"][:-1], "word\n"]
-    boxes = """() => [document.querySelector('.strip'), document.querySelector('.strip .now')].map((element) => {
-        const { top, bottom } = element.getClientRects()[0];
-        return [top, bottom];
-    })"""
+    in_sight = """() => {
+        const [box, token] = ['.strip', '.strip .now'].map((name) => document.querySelector(name).getClientRects()[0]);
+        return box.top - 2 <= token.top && token.bottom <= box.bottom - 18 && box.bottom <= innerHeight;
+    }"""
     for step in (59, 30, 2, 45, 0):
         show(page, trace, step)
-        (top, bottom), (first, last) = page.evaluate(boxes)
-        assert top - 2 <= first < last <= bottom - 18, step
+        assert page.evaluate(in_sight), step
+    page.set_viewport_size({"width": 390, "height": 500})
+    show(page, trace, 59)
+    page.locator(".strip").scroll_into_view_if_needed()
+    page.wait_for_function(in_sight)  # its lines are laid out only now
+    page.locator(".strip").hover()
+    page.mouse.wheel(0, -5000)
+    page.wait_for_function("document.querySelector('.strip').scrollTop === 0")
+    settle(page)
+    assert not page.evaluate(in_sight)
 
 
 def test_an_indent_after_a_line_break_stands_on_the_next_line(page: Page) -> None:

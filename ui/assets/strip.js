@@ -13,6 +13,7 @@
     #now = [];
     #edge = null;
     #stop = null;
+    #follows = true; // until the user scrolls
 
     /** `onSeek(position)` is called with the step of a token that was clicked. */
     constructor(host, onSeek) {
@@ -25,6 +26,10 @@
         if (token.matches(".token")) token.title = this.#describe(token);
       });
       this.box.addEventListener("keydown", (event) => this.#key(event));
+      // a line gets its height when it comes in sight, and moves those below it
+      this.box.addEventListener("contentvisibilityautostatechange", () => this.#follows && this.#keepInSight());
+      for (const act of ["wheel", "pointerdown", "touchstart"])
+        this.box.addEventListener(act, () => (this.#follows = false), { passive: true });
       this.box.addEventListener("click", (event) => {
         const token = event.target.closest(".token");
         if (token) onSeek(Number(token.dataset.step));
@@ -103,12 +108,15 @@
       span?.classList.add("edge");
       span?.parentElement.classList.add("edge-line");
       this.#edge = span;
-      if (span) this.#keepInSight(span);
+      this.#follows = true;
+      this.#keepInSight();
     }
 
-    #keepInSight(span) {
+    #keepInSight() {
+      const [edge] = this.#edge?.getClientRects() ?? []; // its first line: it may end with a line break
+      if (!edge) return;
+      const { top, bottom } = edge;
       const box = this.box.getBoundingClientRect();
-      const { top, bottom } = span.getClientRects()[0] ?? box; // of its first line: it may end with a line break
       if (top < box.top || bottom > box.bottom - FADE) this.box.scrollTop += top - box.top - box.height * 0.6;
     }
   }

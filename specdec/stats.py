@@ -69,6 +69,11 @@ class Stats:
         return self.plain_seconds / self.decode_seconds if self.decode_seconds else 0.0
 
     @property
+    def pass_cost(self) -> float:
+        """What a pass cost, everything around it included, in plain single-token passes: `tokens_per_pass` / `speedup`."""
+        return self.tokens_per_pass / self.speedup if self.speedup else 0.0
+
+    @property
     def expected_speedup(self) -> float:
         """What `speedup` would be had every tree given just what the speculator expected of it."""
         return self.speedup * self.expected / self.tokens if self.tokens else 0.0
@@ -91,6 +96,7 @@ class Stats:
             "decode_seconds": round(self.decode_seconds, 6),
             "tokens_per_second": round(self.tokens_per_second, 3),
             "speedup": round(self.speedup, 4),
+            "pass_cost": round(self.pass_cost, 4),
             "expected_speedup": round(self.expected_speedup, 4),
             "passes_saved": self.passes_saved,
             "time_to_first_token": round(self.first_token_seconds, 6),

@@ -422,10 +422,15 @@ def test_the_audit_confirms_the_reply(handlers: ChatHandlers) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_audit_speaks_of_plain_decoding_only_where_rounding_is_no_matter(dtype: torch.dtype) -> None:
     good, bad = Audit(np.zeros(3), np.ones(3)), Audit(np.array([0, 0.25, 0]), np.ones(3))
-    assert ("exactly what plain decoding says" in describe(good, False, dtype)) == (dtype == torch.float32)
-    assert "largest shortfall is 0.000 logits" in describe(good, False, dtype)
-    assert "largest shortfall is 0.250 logits" in describe(bad, True, dtype)
-    assert "would draw 2 of its 3 tokens itself, but not the other 1." in describe(bad, True, dtype)
+    assert ("exactly what plain decoding says" in describe(good, 0, dtype)) == (dtype == torch.float32)
+    assert "largest shortfall is 0.000 logits" in describe(good, 0, dtype)
+    assert "2 of 3 tokens are the target's own draw under the same noise; the largest shortfall is 0.250" in describe(
+        bad, 1, dtype
+    )
+    told = describe(bad, 1, dtype)
+    tied = "would draw the same tokens, but for 1, where its two best are all but tied and rounding decides."
+    assert (tied in told, "this should not happen" in told) == (dtype == torch.bfloat16, dtype == torch.float32)
+    assert "this should not happen" in describe(bad, 2.5, dtype), "0.625 logits apart: that is no near tie"
 
 
 def test_an_audit_during_a_reply_says_that_it_has_to_wait(slow: ChatHandlers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -589,9 +594,9 @@ def recorded(decoding: Decoding, token_ids: list[int]) -> Lane:
 
 
 def test_only_rounding_and_only_near_ties_are_excused() -> None:
-    assert why_differing(torch.bfloat16) == "rounding tips near ties in bfloat16"
+    assert why_differing(torch.bfloat16, near=True) == "rounding tips near ties in bfloat16"
     assert why_differing(torch.bfloat16, near=False) == "this should not happen in bfloat16"
-    assert why_differing(torch.float32) == "this should not happen in float32"
+    assert why_differing(torch.float32, near=True) == "this should not happen in float32"
 
 
 @contextmanager

@@ -223,7 +223,7 @@ def test_the_section_switches_reads_shows_and_wipes(page: Page, tmp_path: Path) 
     summary, line = page.locator("#memory-summary"), page.locator("#memory-line")
     expect(summary).to_contain_text("contexts known")
     with page.expect_file_chooser() as chooser:
-        page.get_by_role("button", name="Hand over files").click()
+        page.get_by_role("button", name="Add files …").click()
     chooser.value.set_files(tmp_path / "notes.txt")
     expect(line).to_contain_text(re.compile(r"Took in \d+ tokens from 1 file\."))
     expect(summary).to_contain_text(re.compile(r"[1-9]\d* contexts known"))

@@ -527,7 +527,7 @@ def test_the_audit_stands_below_the_reply(page: Page) -> None:
     finish(page)
     page.get_by_role("button", name="Audit the reply").click()
     expect(page.locator(".bot-row").last).to_contain_text(
-        re.compile(r"audit( ✓)?: the model read this reply again.+itself\.\s*\d+ of \d+ tokens are the target's own choice")
+        re.compile(r"audit( ✓)?: the model read this reply again.+\.\s*\d+ of \d+ tokens are the target's own choice")
     )
 
 

@@ -20,6 +20,8 @@ from ui.turns import GaveUp, in_line
 PREFIX = "audit"
 GOOD = PREFIX + " ✓"
 """How a line begins that says that all is well."""
+NEAR_TIE = 0.5
+"""Logits; where the target's first two choices are that near, rounding may tip them (bfloat16, measured: up to 0.375)."""
 _EXACT = (torch.float32, torch.float64)
 
 
@@ -55,27 +57,29 @@ def _line(event: int | Audit, finished: Finished, dtype: torch.dtype) -> str:
     if isinstance(event, int):
         return f"{PREFIX}: {in_line(event)}"
     verdict = GOOD if event.first_difference is None else PREFIX
-    return f"{verdict}: {describe(event, finished.settings.temperature > 0, dtype)}"
+    return f"{verdict}: {describe(event, finished.settings.temperature, dtype)}"
 
 
-def why_differing(dtype: torch.dtype, near: bool = True) -> str:
+def why_differing(dtype: torch.dtype, near: bool) -> str:
     """Why a pass of another shape chose another token; ``near``: the target's first two choices were a near tie."""
     rounds = near and dtype not in _EXACT
     return f"{'rounding tips near ties' if rounds else 'this should not happen'} in {dtype_name(dtype)}"
 
 
-def describe(report: Audit, sampled: bool, dtype: torch.dtype) -> str:
+def describe(report: Audit, temperature: float, dtype: torch.dtype) -> str:
     """The verdict in a line for everybody, and below it one with the figures."""
-    verb, choice = ("draw", "draw under the same noise") if sampled else ("choose", "choice")
+    verb, choice = ("draw", "draw under the same noise") if temperature else ("choose", "choice")
     if differing := report.tokens - report.own:
-        agreed = f"{report.own:,} of its {report.tokens:,} tokens itself, but not the other {differing:,}"
-        why = why_differing(dtype)
+        near = report.largest_shortfall * (temperature or 1.0) <= NEAR_TIE
+        why = why_differing(dtype, near)
+        tied = "" if not near or dtype in _EXACT else ", where its two best are all but tied and rounding decides"
+        verdict = f"the same tokens, but for {differing:,}{tied}"
     else:
-        agreed = "every one of its tokens itself"
+        verdict = "every one of its tokens itself"
         exact = "the text is exactly what plain decoding says"
         why = exact if dtype in _EXACT else f"in {dtype_name(dtype)} a plain run may still tip near ties the other way"
     return (
-        f"the model read this reply again, without guessing, and would {verb} {agreed}.\n"
+        f"the model read this reply again, without guessing, and would {verb} {verdict}.\n"
         f"{report.own:,} of {report.tokens:,} tokens are the target's own {choice}; "
         f"the largest shortfall is {report.largest_shortfall:.3f} logits ({why})"
     )

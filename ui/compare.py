@@ -17,7 +17,7 @@ from typing import Any
 
 from specdec.prompt import Prompt
 from specdec.request import Decoding
-from ui.audits import why_differing
+from ui.audits import NEAR_TIE, why_differing
 from ui.errors import explain
 from ui.limits import Clock, LimitError
 from ui.pump import Pump
@@ -27,8 +27,6 @@ from ui.trace import Json, Recorder
 from ui.turns import GaveUp, Stops, in_line
 
 LANES: tuple[Decoding, ...] = ("plain", "linear", "tree")
-NEAR_TIE = 0.5
-"""Logits; where the target's first two choices are that near, rounding may tip them (bfloat16, measured: up to 0.375)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +74,7 @@ class Comparisons:
                             case Preparing(words):
                                 told = {"status": f"{words.capitalize()} …"}
                             case Lane():
-                                told = _status(lanes, event)
+                                told = _status(lanes, event, settings.max_tokens)
                             case _:
                                 difference = event
                     yield _payload(**told)
@@ -160,10 +158,11 @@ def _parting(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i in range(shorter) if one[i] != other[i]), shorter - 1)
 
 
-def _status(lanes: Sequence[Lane], lane: Lane) -> Json:
+def _status(lanes: Sequence[Lane], lane: Lane, max_tokens: int) -> Json:
     return {
         "status": f"Lane {lanes.index(lane) + 1} of {len(lanes)}: {lane.decoding}",
         "tokens": lane.recorder.stats.tokens,
+        "done": round((lanes.index(lane) + lane.recorder.stats.tokens / max_tokens) / len(lanes), 3),
     }
 
 

@@ -34,8 +34,8 @@ class MemorySection:
         switch = gr.Checkbox(keeper.on, label="Remember across chats", info=_PRIVACY, elem_id="memory-switch")
         summary = gr.HTML("", elem_id="memory-summary")
         with gr.Row(elem_id="memory-buttons"):
-            files = gr.UploadButton("Hand over files", file_count="multiple", size="sm", elem_id="memory-files")
-            folder = gr.UploadButton("Hand over a folder", file_count="directory", size="sm", elem_id="memory-folder")
+            files = gr.UploadButton("Add files …", file_count="multiple", size="sm", elem_id="memory-files")
+            folder = gr.UploadButton("Add a folder …", file_count="directory", size="sm", elem_id="memory-folder")
             wipe = gr.Button("Wipe …", size="sm", elem_id="memory-wipe")
         with gr.Row(visible=False, elem_id="memory-confirm") as confirm:
             gr.HTML("Forget everything about chats with this model? This cannot be undone.")
@@ -118,7 +118,7 @@ def _line(text: str) -> str:
 def _taken_in(tokens: int, files: int, refused: Sequence[str], on: bool) -> str:
     """What became of files that were handed over."""
     if not on:
-        return "The memory is off: turn it on to hand over files."
+        return "The memory is off: turn it on to add files."
     line = f"Took in {tokens:,} tokens from {count(files, 'file')}." if files else "Took in nothing."
     if not refused:
         return line

@@ -82,7 +82,7 @@
     ];
     const expected = figure(history, "expected_tokens_per_pass");
     if (expected.at(-1) != null)
-      data.push(line(x, expected, colour.muted, "expected by the draft", { dash: "dot", width: 1.4 }));
+      data.push(line(x, expected, colour.muted, "the draft's forecast", { dash: "dot", width: 1.4 }));
     return {
       data,
       layout: { yaxis: { rangemode: "tozero", nticks: 5 } },
@@ -171,7 +171,7 @@
   const CHARTS = [
     {
       title: "Running speedup",
-      note: "against a plain pass {measured}; dotted: as the draft expected",
+      note: "against a plain pass {measured}; dotted: the draft's own forecast",
       axis: "step",
       build: speedup,
       headline: ({ speedup }) => `${words.number(speedup)}×`,
@@ -186,7 +186,7 @@
     },
     {
       title: "Tokens per pass",
-      note: "each pass, the mean so far; dotted: expected by the draft",
+      note: "each pass, the mean so far; dotted: the draft's own forecast",
       axis: "step",
       build: tokensPerPass,
       headline: ({ tokens_per_pass }) => words.number(tokens_per_pass),

@@ -93,7 +93,7 @@
     const box = (kind) => element("i", { class: `key ${kind}` });
     const entries = [
       [box, "accepted", "drafted, and the target agreed: the reply goes this way."],
-      [box, "rejected", "drafted in vain. Almost free, as the pass is paid anyway; wider passes cost a little more."],
+      [box, "rejected", "drafted in vain. Cheap, not free: it rides along in a pass that is made anyway, and widens it a little."],
       [mark, "bonus", "the target's own next word after a fully accepted draft: free."],
       [mark, "recovered", "the target's own word where the guess was wrong."],
       [mark, "plain", "the target's own word where nothing was drafted."],
@@ -117,7 +117,11 @@
   /** [key, words under it, how a record's figures show it]. Every figure is computed by the server. */
   const FIGURES = [
     ["tokens per pass", (f) => words.number(f.tokens_per_pass)],
-    ["plain speed", (f) => `${words.number(f.speedup)}×`, (f, measured) => (f.speedup < 0.995 ? `slower, ${measured}` : measured)],
+    [
+      "plain speed",
+      (f) => `${words.number(f.speedup)}×`,
+      (f, measured) => `${f.speedup < 0.995 ? "slower, " : ""}${measured}: a pass costs ${words.number(f.pass_cost)} plain ones`,
+    ],
     ["tokens per second", (f) => words.number(f.tokens_per_second, f.tokens_per_second < 100 ? 1 : 0)],
     [
       "passes saved",
@@ -131,9 +135,9 @@
     ],
   ];
   const WHY_LOW =
-    "Branches are alternatives: at most one child of each node can win, so most drafted tokens lose by design; and with a wrong " +
-    "guess falls all that was drafted after it. " +
-    "They ride along in a pass that is paid for anyway. What makes a reply faster is tokens per pass, not the share accepted.";
+    "Branches are alternatives: at most one child of each node can win, so most drafted tokens lose by design, and everything " +
+    "drafted after a wrong guess is lost with it. They ride along in a pass that is made anyway, and widen it. " +
+    "What makes a reply faster is tokens per pass, divided by what such a pass costs; not the share accepted.";
 
   class Figures {
     constructor(host) {

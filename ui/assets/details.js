@@ -113,10 +113,11 @@
         this.#leave();
       }
       if (!group || event.defaultPrevented || !event.key.startsWith("Arrow")) return;
+      const next = this.view.neighbour(group.dataset.node, event.key);
+      if (next === null) return; // at an end of the tree: to the step before or after
       event.preventDefault();
       this.#pointer = null;
-      const next = this.view.neighbour(group.dataset.node, event.key);
-      if (next !== null) this.view.focusNode(next);
+      this.view.focusNode(next);
     }
   }
 

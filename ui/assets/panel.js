@@ -62,6 +62,10 @@
       );
       this.spoken = host.appendChild(element("p", { class: "spoken", "aria-live": "polite" }));
       host.addEventListener("keydown", (event) => this.#key(event));
+      document.addEventListener("keydown", (event) => {
+        const isOurs = event.target === document.body && host.offsetParent !== null;
+        if (isOurs && ["ArrowLeft", "ArrowRight"].includes(event.key)) this.#key(event);
+      });
       new ResizeObserver(() => this.schedule()).observe(host);
       counters.mounts++;
     }
@@ -312,7 +316,7 @@
 
     #key(event) {
       if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey) return;
-      if (event.target.closest("select, summary, [data-node]")) return;
+      if (event.target.closest("select, summary")) return;
       const { playback, history } = this;
       const actions = {
         ArrowLeft: () => playback.goTo(playback.position - 1),
@@ -402,7 +406,8 @@
       const { history, playback } = this;
       const { live } = this.feed;
       const running = this.#streams;
-      const label = history.label === "live" && !running ? this.#ending : (history.label ?? "");
+      const behind = running && !playback.live ? "still writing" : history.label;
+      const label = history.label === "live" && !running ? this.#ending : (behind ?? "");
       if (this.state.textContent !== label) this.state.textContent = label;
       this.state.className = `state ${running ? "running" : ""} ${label ? "" : "empty"}`;
       const way = this.#isRunning ? "live" : live && live !== history && live.state !== "left" ? "back to the reply" : "";

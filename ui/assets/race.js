@@ -88,6 +88,7 @@
       this.host = host;
       this.result = element("div", { class: "race-result", role: "status" });
       this.count = element("p", { class: "note", "aria-hidden": "true" });
+      this.done = element("progress", { "aria-label": "comparison" });
       this.playButton = element("button", { type: "button", class: "race-play" });
       this.playButton.onclick = () => this.play(this.#run ? this.length : 0);
       this.speed = element("select", { "aria-label": "replay speed" }, ...SPEEDS.map((speed) => new Option(...speed)));
@@ -98,28 +99,30 @@
       const why = element("span", { class: "note" }, "a replay of runs made one after the other");
       this.controls = element("div", { class: "race-controls" }, this.playButton, this.speed, this.clock, why);
       this.track = element("div", { class: "lanes" });
-      const head = element("div", { class: "race-head" }, this.result, this.count);
+      const head = element("div", { class: "race-head" }, this.result, this.count, this.done);
       host.append(head, this.controls, this.track);
       this.say("Nothing compared yet. Pick a prompt and run it.");
     }
 
     receive(value) {
       if (!value) return;
-      const { status, tokens, error, lanes, agreement } = JSON.parse(value);
+      const { status, tokens, done, error, lanes, agreement } = JSON.parse(value);
       if (lanes)
         this.start(
           lanes.map((lane) => new Lane(lane)),
           agreement,
         );
-      else this.say(error ?? status, error, tokens);
+      else this.say(error ?? status, error, tokens, done);
     }
 
     /** One line instead of a race, spoken when it changes; how far a lane has come is for the eye only. */
-    say(text, error, tokens) {
+    say(text, error, tokens, done) {
       this.#run = null;
       this.controls.hidden = true;
       this.track.replaceChildren();
       this.count.textContent = tokens === undefined ? "" : `${tokens} tokens`;
+      this.done.hidden = done === undefined;
+      this.done.value = done ?? 0;
       if (this.result.textContent === text) return;
       this.result.replaceChildren(element("p", { class: `race-status note ${error ? "error" : ""}` }, text));
     }
@@ -186,6 +189,7 @@
       };
       this.result.replaceChildren();
       this.count.textContent = "";
+      this.done.hidden = true;
       this.playButton.textContent = "Skip to the finish";
       for (const lane of this.lanes) lane.reset();
       tick(last);

@@ -8,6 +8,7 @@
   const MARGIN = 14;
   const FIRST_ROW = 22;
   const GAP = 20;
+  const TURN = 9; // the bend of an edge that goes on below
   const WIDEST = 132; // columns
   const NARROWEST = 96;
   const SMALLEST = 0.8; // the scale at which a reply's deepest tree goes on below
@@ -182,7 +183,8 @@
       const x = from.x + from.width + 14;
       const bend = Math.min(44, (to.x - x) * 0.6);
       const curve = () => `C${x + bend} ${from.y} ${to.x - bend} ${to.y} ${to.x} ${to.y}`;
-      const way = to.column === 0 ? `H${end}M0 ${to.y}H${to.x}` : from.y === to.y ? `H${to.x}` : curve();
+      const turn = () => `H${end - TURN}q${TURN} 0 ${TURN} ${TURN}M2 ${to.y - TURN}q0 ${TURN} ${TURN} ${TURN}H${to.x}`;
+      const way = to.column === 0 ? turn() : from.y === to.y ? `H${to.x}` : curve();
       return svg("path", { class: `edge ${state}`, d: `M${x} ${from.y}${way}` });
     }
 

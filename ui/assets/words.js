@@ -74,7 +74,7 @@
     const end = record.finish_reason === "eos" ? `, ${emitted === 1 ? "" : "the last of them "}the end of the reply` : "";
     const gave = [
       ["one pass gave ", null],
-      [String(emitted), "accepted"],
+      [String(emitted), "gave"],
       [`${emitted === 1 ? " token" : " tokens"}${end}.`, null],
     ];
     if (!isDrafted(record)) {
@@ -114,6 +114,7 @@
 
   function percent(value) {
     if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+    if (value > 0 && value < 0.0005) return "< 0.1 %";
     return `${number(100 * value, value > 0 && value < 0.0995 ? 1 : 0)} %`;
   }
 

@@ -48,6 +48,7 @@ A *record* is one step, that is one target pass, over a tree of N nodes (the roo
       "decode_seconds":                                 float  # all timings but the prefill
       "tokens_per_second":                              float
       "speedup", "expected_speedup":                    floats # against plain passes; the latter as the scores foretold
+      "pass_cost":                                      float  # of a pass, in plain ones: tokens_per_pass / speedup
       "passes_saved":                                   int    # tokens - passes
       "time_to_first_token":                            float  # seconds of prefill and the first pass
 """

@@ -108,7 +108,7 @@ class Sampler:
     @property
     def draws_at_once(self) -> bool:
         """True where `draw` serves: the choice depends on the length of the text before it and the set of its tokens only."""
-        return all(type(processor) in (*_BLIND, *_COUNTING) for processor in self.processors)
+        return all(type(processor) in (*_BLIND, *_COUNTING) and not _is_per_text(processor) for processor in self.processors)
 
     def draw(self, logits: Tensor, positions: Sequence[int], texts: Tensor) -> tuple[Tensor, Tensor]:
         """All choices at once: `choose` for each row of ``logits`` [N, V], whose token will stand at its position.
@@ -169,3 +169,8 @@ class PresencePenaltyProcessor(LogitsProcessor):  # type: ignore[misc]
 
 _COUNTING = (PresencePenaltyProcessor, RepetitionPenaltyLogitsProcessor)
 """Processors to which a text is the set of its tokens; the id V stands for none."""
+
+
+def _is_per_text(processor: LogitsProcessor) -> bool:
+    """Whether a repetition penalty ignores a prompt of a length of its own for each text: as many texts as it has lengths."""
+    return isinstance(getattr(processor, "prompt_ignore_length", None), Tensor)

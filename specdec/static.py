@@ -49,7 +49,7 @@ class StaticPass:
 
     ``home`` is an empty cache whose buffers the passes work on. One conversation's cache lives there at a time, until the
     next one moves in (a copy each; none while a reply is decoded). With ``capture`` each (width, length) becomes a CUDA graph
-    at its first use, of which ``progress`` is told.
+    at its first use, of which ``tell`` is told.
     """
 
     def __init__(

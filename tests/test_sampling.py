@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from toys import tiny_engine
-from transformers import LogitsProcessorList, TopKLogitsWarper
+from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
 
 from specdec.sampling import PresencePenaltyProcessor, Sampler, gumbel_noise
 
@@ -97,6 +97,14 @@ def test_what_looks_at_the_order_of_the_text_or_a_growing_length_is_not_drawn_at
     model._prepare_special_tokens(config)
     processors = model._get_logits_processor(config, input_ids_seq_length=5, model_kwargs={})
     assert not Sampler(processors, 1).draws_at_once
+
+
+def test_a_penalty_for_one_text_only_is_not_drawn_for_many_at_once() -> None:
+    def penalised(ignored: int | torch.Tensor) -> Sampler:
+        return Sampler(LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=ignored)]), 1)
+
+    assert penalised(5).draws_at_once
+    assert not penalised(torch.tensor([5])).draws_at_once
 
 
 def test_presence_penalty_counts_a_token_once_and_only_in_the_reply() -> None:

@@ -729,6 +729,23 @@ def test_a_deep_tree_is_whole_in_sight_and_goes_on_below(page: Page, width: int)
     expect(page.locator('.tree [data-node="24"]')).to_be_focused()
 
 
+@pytest.mark.parametrize(("rows", "width", "nodes"), [(4, 300, 24), (9, 350, 64)])
+def test_however_deep_an_accepted_path_is_it_is_whole_in_sight(page: Page, rows: int, width: int, nodes: int) -> None:
+    record = random_trace(1, nodes=nodes, agreement=1, draft=chain)["steps"][0]
+    boxes = """([record, rows, width]) => {
+        const host = document.createElement("div");
+        host.style.width = `${width}px`;
+        document.querySelector(".specdec").append(host);
+        const view = new specdec.TreeView(host, { rows });
+        view.show(record);
+        const boxes = [...view.svg.querySelectorAll(".node")].map((node) => node.getBoundingClientRect().bottom);
+        return [view.svg.getBoundingClientRect().bottom, ...boxes];
+    }"""
+    bottom, *nodes_end = page.evaluate(boxes, [record, rows, width])
+    assert len(nodes_end) == nodes + 2
+    assert max(nodes_end) <= bottom
+
+
 def test_a_tree_that_is_cut_off_fades_at_that_side(page: Page) -> None:
     tree = page.locator(".specdec .tree")
     show(page, random_trace(5, nodes=6), 1)

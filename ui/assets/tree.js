@@ -137,7 +137,7 @@
       const layout = (this.#layout = layoutTree(record, this.#expanded ? Infinity : this.rows, columns));
       const rows = layout.rowCount + (this.#expanded ? 1 : 0); // the last for "show fewer"
       // As high as the tallest tree since it was expanded: what stands below does not jump from step to step.
-      this.#setHeight(this.#expanded ? Math.max(this.#tallest, rows) : this.rows);
+      this.#setHeight(this.#expanded ? Math.max(this.#tallest, rows) : this.#leastRows(columns));
       const end = MARGIN + columns * pitch;
       const roomAt = (column, endsRow) => (endsRow && column < columns - 1 ? LONGEST_LABEL : pitch - GAP - 14);
       const meaningOf = (id) => words.meaningOf(record, id);
@@ -176,6 +176,12 @@
       const most = Math.max(2, Math.floor((this.width / SMALLEST - 2 * MARGIN) / NARROWEST));
       const columns = Math.min(wanted, most);
       return { columns, pitch: Math.max(NARROWEST, Math.min(WIDEST, (this.width - 2 * MARGIN) / columns)) };
+    }
+
+    /** The rows that are in sight: `rows`, or more where the reply's deepest tree, all accepted, would not fit in there. */
+    #leastRows(columns) {
+      const deepest = Math.floor(this.#deepest / columns) + 2; // with "+n more"
+      return Math.max(this.rows, Math.ceil(Zoom.smallest * deepest));
     }
 
     /** From node to node; where a line goes on below, on to the `end` of this row and from the start of that. */

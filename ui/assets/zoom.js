@@ -2,11 +2,11 @@
 (() => {
   "use strict";
   const specdec = (window.specdec ??= {});
-  const SMALLEST = 0.6;
   const PAN = { ArrowLeft: [60, 0], ArrowRight: [-60, 0], ArrowUp: [0, 60], ArrowDown: [0, -60] };
   const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
 
   class Zoom {
+    static smallest = 0.6; // scale that it fits to by itself
     #drag = null;
 
     constructor(svg, group) {
@@ -42,7 +42,7 @@
 
     #fitView() {
       const { room, width, height, tall } = this.content;
-      this.view = { scale: clamp(Math.min(room / width, tall / height), SMALLEST, 1), x: 0, y: 0 };
+      this.view = { scale: clamp(Math.min(room / width, tall / height), Zoom.smallest, 1), x: 0, y: 0 };
     }
 
     by(factor, x = this.svg.clientWidth / 2, y = this.svg.clientHeight / 2) {
@@ -59,8 +59,9 @@
       return slack < 0 ? y : clamp(y, 0, slack);
     }
 
+    /** To the pixel: what just fits overhangs by no rounding error. */
     #slack(scale) {
-      return this.content.tall - this.content.height * scale;
+      return Math.round(this.content.tall - this.content.height * scale);
     }
 
     #apply() {

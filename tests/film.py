@@ -25,7 +25,7 @@ LARGEST = 3_000_000
 FIND_STEP = """() => {
   const steps = document.querySelector('.specdec-host').panel.history.records;
   const branches = ({ parents }) => parents.filter((_, node) => node > 0 && !parents.includes(node)).length;
-  const worth = ({ tree, verdict }) => Math.min(verdict.path.length - 1, 5) + Math.min(branches(tree), 12) / 2;
+  const worth = ({ tree, verdict }) => Math.min(verdict.path.length - 1, 3) + Math.min(branches(tree), 8);
   const prose = ({ special }) => !Object.keys(special ?? {}).length;
   const fits = (step) => step.verdict.path.length <= 6 && prose(step);
   const better = (step, best) => fits(step) && worth(step) > worth(steps[best]);

@@ -655,7 +655,7 @@ def test_explanations_are_in_sight_and_close_on_escape_and_on_a_click_elsewhere(
     show(page, random_trace(5, nodes=6), 1)
     page.set_viewport_size({"width": 900, "height": 620})
     for opener, text in (
-        (".figure summary", "tokens per pass, not the share accepted"),
+        (".figure summary", "divided by what such a pass costs"),
         (".help summary", "fully accepted draft"),
     ):
         box = page.locator(opener + " + .help-box")

@@ -118,10 +118,9 @@ class Sampler:
         ``texts`` [N, L] int64: the tokens before each, filled up with V, which is no token's id; [N, 0] serves where the
         processors are blind to them. Only for a sampler that `draws_at_once`. Nothing waits for the device.
         """
-        if len(logits) > 1:
-            scores: Tensor = self.processors(texts, logits.to(torch.float32, copy=True))
-        else:  # a lone row would meet other CUDA kernels, rounding apart
-            scores = self.processors(texts.expand(2, -1), logits.to(torch.float32).repeat(2, 1))[:1]
+        rows = max(len(logits), 2)  # a lone row would meet other CUDA kernels, rounding apart
+        copy = logits.expand(rows, -1).to(torch.float32, copy=True)
+        scores: Tensor = self.processors(texts.expand(rows, -1), copy)[: len(logits)]
         if self.seed is None:
             best, tokens = scores.max(-1)
             return best, tokens

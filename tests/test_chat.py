@@ -236,7 +236,9 @@ def test_another_reply_is_waited_for_visibly_and_can_be_given_up(slow: ChatHandl
     assert texts(slow.tabs.chat("a")) == [QUESTION, *expected(QUESTION)]
 
 
-def test_what_is_captured_during_a_reply_or_a_comparison_is_told_while_it_is_waited_for() -> None:
+def test_what_is_captured_during_a_reply_or_a_comparison_is_told_while_it_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer(), static=True)
     engine.pass_cost = PassCost({1: 0.01, 64: 0.01})
     handlers, before = ChatHandlers(engine), engine.target.progress
@@ -247,7 +249,7 @@ def test_what_is_captured_during_a_reply_or_a_comparison_is_told_while_it_is_wai
         time.sleep(0.5)  # longer than the page's interval
         return recorded(width, length)
 
-    static._captured = slowly  # type: ignore[method-assign]
+    monkeypatch.setattr(static, "_captured", slowly)
     told = set()
     for _ in handlers.send(QUESTION, tab(), *VALUES):
         told.add(handlers.tabs.chat("tab").messages[1].footer)

@@ -525,18 +525,16 @@ def test_the_scrubber_says_nothing_of_the_reply_before(page: Page) -> None:
 
 def test_the_speedup_says_where_it_was_measured(page: Page) -> None:
     notes = page.locator(".figure:has-text('plain speed') .note, .chart:has-text('Running speedup') header .note")
-    expect(notes).to_have_text(
-        [
-            re.compile(r"^as recorded: a pass costs \d\.\d\d plain ones$"),
-            "against a plain pass as recorded; dotted: the draft's own forecast",
-        ]
-    )
+    forecast = "dotted: the draft's own forecast"
+
+    def cost(where: str) -> re.Pattern[str]:
+        return re.compile(rf"^{where}: a pass costs \d\.\d\d plain ones$")
+
+    expect(notes).to_have_text([cost("as recorded"), f"against a plain pass as recorded; {forecast}"])
     receive(page, *feed_payloads(3))
-    expect(notes).to_have_text(
-        [re.compile("^measured here: a pass costs"), "against a plain pass measured here; dotted: the draft's own forecast"]
-    )
+    expect(notes).to_have_text([cost("measured here"), f"against a plain pass measured here; {forecast}"])
     show(page, random_trace(5, nodes=4))
-    expect(notes.first).to_contain_text("as recorded")
+    expect(notes.first).to_have_text(cost("as recorded"))
 
 
 def test_a_replay_says_what_was_asked_of_which_model_with_which_settings(page: Page) -> None:

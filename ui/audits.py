@@ -20,7 +20,7 @@ from ui.turns import GaveUp, in_line
 PREFIX = "audit"
 GOOD = PREFIX + " ✓"
 """How a line begins that says that all is well."""
-NEAR_TIE = 0.5
+_NEAR_TIE = 0.5
 """Logits; where the target's first two choices are that near, rounding may tip them (bfloat16, measured: up to 0.375)."""
 _EXACT = (torch.float32, torch.float64)
 
@@ -60,19 +60,27 @@ def _line(event: int | Audit, finished: Finished, dtype: torch.dtype) -> str:
     return f"{verdict}: {describe(event, finished.settings.temperature, dtype)}"
 
 
+def is_near_tie(gap: float, temperature: float) -> bool:
+    """Whether rounding may tip two choices that lie ``gap`` apart in scores, which ``temperature`` stretched."""
+    return gap * (temperature or 1.0) <= _NEAR_TIE
+
+
 def why_differing(dtype: torch.dtype, near: bool) -> str:
     """Why a pass of another shape chose another token; ``near``: the target's first two choices were a near tie."""
-    rounds = near and dtype not in _EXACT
-    return f"{'rounding tips near ties' if rounds else 'this should not happen'} in {dtype_name(dtype)}"
+    return f"{'rounding tips near ties' if _rounds(dtype, near) else 'this should not happen'} in {dtype_name(dtype)}"
+
+
+def _rounds(dtype: torch.dtype, near: bool) -> bool:
+    return near and dtype not in _EXACT
 
 
 def describe(report: Audit, temperature: float, dtype: torch.dtype) -> str:
     """The verdict in a line for everybody, and below it one with the figures."""
     verb, choice = ("draw", "draw under the same noise") if temperature else ("choose", "choice")
     if differing := report.tokens - report.own:
-        near = report.largest_shortfall * (temperature or 1.0) <= NEAR_TIE
+        near = is_near_tie(report.largest_shortfall, temperature)
         why = why_differing(dtype, near)
-        tied = "" if not near or dtype in _EXACT else ", where its two best are all but tied and rounding decides"
+        tied = ", where its two best are all but tied and rounding decides" if _rounds(dtype, near) else ""
         verdict = f"the same tokens, but for {differing:,}{tied}"
     else:
         verdict = "every one of its tokens itself"

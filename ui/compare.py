@@ -17,7 +17,7 @@ from typing import Any
 
 from specdec.prompt import Prompt
 from specdec.request import Decoding
-from ui.audits import NEAR_TIE, why_differing
+from ui.audits import is_near_tie, why_differing
 from ui.errors import explain
 from ui.limits import Clock, LimitError
 from ui.pump import Pump
@@ -56,17 +56,16 @@ class Comparisons:
     def run(self, tab: str, text: str, decodings: Sequence[str], settings: Settings) -> Iterator[str]:
         """Compare ``decodings`` on one prompt; yields payloads for the page's race."""
         settings = self._replies.limits.settings(settings)
-        chosen = [decoding for decoding in LANES if decoding in decodings]
-        if not text.strip() or len(chosen) < 2:
+        lanes = [Lane(decoding, self._recorder()) for decoding in LANES if decoding in decodings]
+        if not text.strip() or len(lanes) < 2:
             yield _payload(error="A comparison needs a prompt and at least two lanes.")
             return
-        lanes: list[Lane] = []
         told: Json = {"status": "The engine is getting ready …"}
         difference: Json | None = None
         with self._stops.begin(tab) as stop:
             try:
                 yield _payload(**told)
-                for events in Pump(partial(self._race, text, chosen, lanes, settings, stop)).batches():
+                for events in Pump(partial(self._race, text, lanes, settings, stop)).batches():
                     for event in events:
                         match event:
                             case Waiting(ahead):
@@ -89,28 +88,19 @@ class Comparisons:
         """End the tab's comparison, if one is running."""
         self._stops.stop(tab)
 
-    def _recorder(self, text: str, decoding: str, settings: Settings) -> Recorder:
-        facts = {**settings.facts(), "decoding": decoding}
-        prompt = [{"role": "user", "content": text}]
-        name = {"name": self._replies.engine.name}
-        return Recorder(name, facts, prompt, lambda token_ids: self._replies.engine.token_texts(token_ids))
+    def _recorder(self) -> Recorder:
+        """Of steps and figures; the page knows what was asked."""
+        return Recorder({}, {}, [], lambda token_ids: self._replies.engine.token_texts(token_ids))
 
     def _race(
-        self,
-        text: str,
-        decodings: Sequence[Decoding],
-        lanes: list[Lane],
-        settings: Settings,
-        stop: threading.Event,
-        put: Callable[[Any], None],
+        self, text: str, lanes: list[Lane], settings: Settings, stop: threading.Event, put: Callable[[Any], None]
     ) -> None:
-        """Decode into one of ``lanes`` after the other (in the engine's thread); puts it at each step, last the agreement."""
+        """Decode lane after lane (in the engine's thread); puts the lane at each of its steps, and last the agreement."""
         replies, decoder = self._replies, self._replies.decoder
         messages = [{"role": "system", "content": settings.system_prompt}] if settings.system_prompt else []
 
         @decoder.telling(lambda words: put(Preparing(words)))
         def work() -> None:
-            lanes.extend(Lane(decoding, self._recorder(text, decoding, settings)) for decoding in decodings)
             prompt = replies.fit([*messages, {"role": "user", "content": text}], settings.max_tokens)
             for lane in lanes:
                 chosen, clock = replace(settings, decoding=lane.decoding), Clock(stop, replies.limits.seconds)
@@ -139,13 +129,13 @@ class Comparisons:
         positions = [_parting(reference, token_ids) for token_ids, _ in others]
         report = self._replies.decoder.audit(prompt, reference[: max(positions) + 1], settings, lambda: False)
         margins: list[float] = report.margins.tolist()
-        dtype, scale = self._replies.engine.model.dtype, settings.temperature or 1.0  # from scores to logits
+        dtype = self._replies.engine.model.dtype
         apart = [
             {
                 "lanes": names,
                 "position": position,
                 "margin": margins[position],
-                "why": why_differing(dtype, margins[position] * scale <= NEAR_TIE),
+                "why": why_differing(dtype, is_near_tie(margins[position], settings.temperature)),
             }
             for (_, names), position in zip(others, positions, strict=True)
         ]

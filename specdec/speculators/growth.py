@@ -86,8 +86,8 @@ def grow(
 ) -> tuple[int, int]:
     """Fill the tree arrays [budget + 1] below the root, most probable path first.
 
-    Every node taken is expanded: its candidates, at most ``branches`` of them, join the queue under the product of the
-    probabilities along their path. Ends, after the first node, where the
+    Every node taken is expanded: its candidates join the queue under the product of the probabilities along their path; at most
+    ``branches`` of a node's are taken. Ends, after the first node, where the
     next one scores below its ``worth`` times the sum of all before it. Returns the number of nodes and the longest context
     match behind the root.
     """

@@ -12,7 +12,7 @@
   }
 
   /** How far a step's tree reaches, the target's own token included. */
-  const deepestOf = (record, depths = depthsOf(record.tree)) => Math.max(record.verdict.path.length, ...depths);
+  const deepestOf = (record) => Math.max(record.verdict.path.length, ...depthsOf(record.tree));
 
   /** What a step took, but for the prefill. */
   const decodeSeconds = ({ timings: { draft, verify, accept, commit } }) => draft + verify + accept + commit;
@@ -103,7 +103,7 @@
         tally(this.byDepth, depth, 1, won);
         tally(this.bySource, record.tree.sources?.[node] ?? "unknown", 1, won);
       });
-      this.deepest = Math.max(this.deepest, deepestOf(record, depths));
+      this.deepest = Math.max(this.deepest, record.verdict.path.length, ...depths);
     }
 
     /** The reply as a trace file holds it, which is whole. */

@@ -5,7 +5,8 @@ each, and multiplies matrices of a single row when one token is decoded: in bflo
 each query head, as is usual under a mask on CUDA, costs the same reads. Folded, a group's heads are rows: [heads, N, D] becomes
 [groups, heads / groups * N, D], under the mask repeated as often.
 
-It is registered with transformers as an attention implementation, and in force during the target's passes only. Measured on one
+It is registered with transformers as an attention implementation, and in force during the target's passes only. In a pass over
+several texts (`Pack`) the nodes of all stand in one row, and each text attends over its own keys and values. Measured on one
 core (30 layers, 9 heads in 3 groups, bfloat16, 600 tokens): a plain pass 43.1 -> 32.6 ms, 11 nodes 45.1 -> 42.3, 64 nodes
 116 -> 89.
 """
@@ -14,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +32,27 @@ _MOST_ROWS = 1024
 """Rows beyond which the scores are better not held all at once."""
 
 
+@dataclass(slots=True)
+class Pack:
+    """A pass over several texts, whose nodes stand one behind the other: no text sees another, and nothing is padded.
+
+    ``sizes``: the nodes of each text. ``masks``: what its nodes see, as in `folded_attention`. ``views``: keys and values that
+    each text attends over in the layer that was written last.
+    """
+
+    sizes: list[int]
+    masks: list[Tensor | None]
+    views: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def attend(self, module: torch.nn.Module, query: Tensor, scaling: float | None, kwargs: dict[str, Any]) -> Tensor:
+        """The nodes' ``query`` [1, H, sum of sizes, D], each over its own text; returns [1, sum of sizes, H, D]."""
+        parts = zip(query.split(self.sizes, dim=2), self.views, self.masks, strict=True)
+        return torch.cat([_alone(module, q, key, value, mask, scaling, **kwargs)[0] for q, (key, value), mask in parts], dim=1)
+
+
+_pack: ContextVar[Pack | None] = ContextVar("pack", default=None)
+
+
 def folded_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -40,8 +64,25 @@ def folded_attention(
 ) -> tuple[Tensor, None]:
     """``query`` [B, H, N, D] over ``key``, ``value`` [B, G, L, D] under an additive mask [B, 1, N, L]; returns [B, N, H, D].
 
-    Without a mask it takes a single query, which sees all. Everything else is left to transformers' own function.
+    Without a mask it takes a single query, which sees all. Everything else is left to transformers' own function. While a `Pack`
+    is in force, its keys, values and masks are taken instead of those handed in.
     """
+    pack = _pack.get()
+    if pack is not None:
+        return pack.attend(module, query, scaling, kwargs), None
+    return _alone(module, query, key, value, attention_mask, scaling, **kwargs)
+
+
+def _alone(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """`folded_attention` of one text."""
     batch, heads, queries, _ = query.shape
     additive = attention_mask is not None and attention_mask.is_floating_point() and attention_mask.shape[1] == 1
     unusual = kwargs.get("dropout") or kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None
@@ -90,6 +131,16 @@ def _repeated(mask: Tensor, share: int) -> Tensor:
 
 AttentionInterface.register(FOLDED, folded_attention)
 AttentionMaskInterface.register(FOLDED, sdpa_mask)
+
+
+@contextmanager
+def packed(pack: Pack | None) -> Iterator[None]:
+    """Let the passes of this thread be over ``pack`` meanwhile."""
+    token = _pack.set(pack)
+    try:
+        yield
+    finally:
+        _pack.reset(token)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from specdec.attention import Pack
 from specdec.transfer import to_device
 
 BLOCK = 512
@@ -69,14 +70,13 @@ class Slab(NamedTuple):
     def resized(self, capacity: int) -> Slab:
         """A copy with room for ``capacity`` positions."""
         copy = Slab(*(b.new_zeros(*b.shape[:2], capacity, b.shape[3]) for b in self))
-        copy.take(self)
+        copy.take(self, min(capacity, self.capacity))
         return copy
 
-    def take(self, other: Slab) -> None:
-        """Begin with what ``other`` holds, as far as there is room for it."""
-        shared = min(self.capacity, other.capacity)
+    def take(self, other: Slab, length: int) -> None:
+        """Begin with the first ``length`` positions of ``other``."""
         for mine, theirs in zip(self, other, strict=True):
-            mine[:, :, :shared] = theirs[:, :, :shared]
+            mine[:, :, :length] = theirs[:, :, :length]
 
     def forget(self, length: int) -> None:
         """Zero everything from ``length`` on."""
@@ -208,6 +208,19 @@ class TreeCache(Cache):  # type: ignore[misc]
                     buffer[:, :, place] = buffer[:, :, rows]  # indexing by a tensor copies first: overlap is safe
         self.length += len(path)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(buffer.nbytes for slab in self.slabs for buffer in slab)
+
+    def copy(self, other: TreeCache, length: int) -> None:
+        """Hold what ``other``, a cache of the same model, holds of its first ``length`` positions, and nothing else."""
+        self.length = 0
+        self.reserve(length)
+        for mine, theirs in zip(self.slabs, other.slabs, strict=True):
+            mine.take(theirs, length)
+        self.length = length
+
     def clear(self) -> None:
         """Forget all, and give back the memory."""
         self.slabs = [slab.resized(0) for slab in self.slabs]
@@ -218,3 +231,38 @@ class TreeCache(Cache):  # type: ignore[misc]
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot rewind to {length}: {self.length} positions are committed")
         self.length = length
+
+
+class PackedCache(Cache):  # type: ignore[misc]
+    """The caches of several texts as transformers' cache of one pass over all of them (`specdec.attention.Pack`)."""
+
+    def __init__(self, caches: Sequence[TreeCache], pack: Pack) -> None:
+        super().__init__(layers=[_PackedLayer(caches, index, pack) for index in range(len(caches[0].layers))])
+
+
+class _PackedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer of a `PackedCache`: every text's nodes are written into its own cache."""
+
+    is_sliding = False
+
+    def __init__(self, caches: Sequence[TreeCache], index: int, pack: Pack) -> None:
+        super().__init__()
+        self._caches, self._index, self._pack = caches, index, pack
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: each cache allocates its own."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        sizes = self._pack.sizes
+        parts = zip(self._caches, key_states.split(sizes, dim=2), value_states.split(sizes, dim=2), strict=True)
+        self._pack.views = [cache.write(self._index, keys, values) for cache, keys, values in parts]
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return min(cache.max_length for cache in self._caches)

@@ -88,7 +88,7 @@ class StaticPass:
             self._home.length = cache.length
             self._home.reserve(0, PADDING)
             for mine, theirs in zip(self._home.slabs, cache.slabs, strict=True):
-                mine.take(theirs)
+                mine.take(theirs, min(mine.capacity, theirs.capacity))
         for slab in self._home.slabs:
             slab.forget(cache.length)  # a pass reads its whole bucket, also what lies behind the prefix
         cache.slabs = self._home.slabs

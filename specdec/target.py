@@ -10,7 +10,8 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,8 +20,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, StaticCache, get_layer_types_and_kwargs
 
-from specdec.attention import folded
-from specdec.cache import LayerShape, TreeCache
+from specdec.attention import Pack, folded, packed
+from specdec.cache import LayerShape, PackedCache, TreeCache
 from specdec.cost import WIDTHS, PassCost
 from specdec.devices import free_bytes, give_back_memory, gpu_is_lent
 from specdec.errors import MemoryFullError, first_line, is_out_of_memory
@@ -51,8 +52,20 @@ class Cancelled(Exception):
     """Raised by `TargetModel.prefill` between two chunks when the caller asked to stop."""
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One text's share of a pass: ``tree`` behind what ``cache`` holds, to be verified or, as a chain, read.
+
+    ``logits``: whether they are wanted; where only K/V is, the head is not computed.
+    """
+
+    cache: TreeCache
+    tree: TokenTree
+    logits: bool = True
+
+
 class TargetModel:
-    """A causal language model seen as: prefill a prompt, verify a tree, at a measured cost.
+    """A causal language model seen as: one pass over the trees of several texts, at a measured cost.
 
     ``static``: whether trees are verified in fixed shapes (see `specdec.static`) and all choices drawn at once on the device;
     by default so on a CUDA device that holds the whole model, except where it comes and goes (ZeroGPU). ``progress``, which may
@@ -95,6 +108,8 @@ class TargetModel:
             raise UnsupportedModelError(
                 f"{self.name} cannot verify a token tree: its attention takes no 4-D mask ({first_line(error)}). {_REMEDY}"
             ) from error
+        self.packs: bool = model.config._attn_implementation == "sdpa" and self._packs_exactly()
+        """Whether several texts share one forward; else each has its own."""
 
     @property
     def device(self) -> torch.device:
@@ -151,44 +166,74 @@ class TargetModel:
         Returns the target's ``top_k`` next tokens after each of them (None for 0). Raises Cancelled between two chunks when
         ``cancelled()``; what is cached by then stays valid.
         """
-        if self._static is not None:
-            self._static.admit(cache)
         tops: list[TopK] = []
         for start in range(0, len(token_ids), PREFILL_CHUNK):
             if cancelled():
                 raise Cancelled
-            chunk = torch.tensor([token_ids[start : start + PREFILL_CHUNK]], device=self.device)
-            size = chunk.shape[1]
-            positions = torch.arange(cache.length, cache.length + size, device=self.device)[None]
-            logits = self._forward(chunk, cache, positions, last=not top_k)[0].float()
-            cache.commit(range(size))
+            chunk = TokenTree.chain(token_ids[start : start + PREFILL_CHUNK])
+            (logits,) = self.run([Span(cache, chunk, logits=top_k > 0)])
+            cache.commit(range(len(chunk)))
             if top_k:
                 tops.append(top_tokens(logits, top_k))
         synchronize(self.device)  # else its last kernels would run on the first pass's clock
         return TopK.concatenate(tops) if tops else None
 
-    @torch.inference_mode()
     def verify(self, cache: TreeCache, tree: TokenTree) -> Tensor:
-        """One pass over ``tree`` behind the committed prefix: the next-token logits after each node, [N, V] float32.
+        """A pass over one ``tree``: `run` for a lone text."""
+        return self.run([Span(cache, tree)])[0]
 
-        The nodes' K/V lies in the cache's scratch until the caller commits a path. The logits are valid until the next pass.
+    @torch.inference_mode()
+    def run(self, spans: Sequence[Span]) -> list[Tensor]:
+        """One pass over the trees of all ``spans``: the next-token logits after each node, [N, V] float32 (else [0, V]).
+
+        The nodes' K/V lies in the scratch of their caches until the caller commits a path. The logits are valid until the next
+        pass. Raises ValueError past a cache's maximum.
         """
-        size = len(tree)
         if self._static is not None:
-            if size <= BUCKETS[-1]:
-                return self._static.verify(cache, tree)
-            self._static.admit(cache)
-        token_ids = to_device(tree.token_ids, self.device)[None]
-        positions = to_device(tree.depths() + cache.length, self.device)[None]
-        if size == 1:
-            return self._forward(token_ids, cache, positions)[0].float()
-        with cache.extended(size) as extent:
-            return self._forward(token_ids, cache, positions, self._mask(tree, cache.length, extent))[0].float()
+            return [self._run_static(self._static, span) for span in spans]
+        if len(spans) > 1 and not self.packs:
+            return [self._run((span,))[0] for span in spans]
+        return self._run(spans)
+
+    def _run_static(self, static: StaticPass, span: Span) -> Tensor:
+        if span.logits and len(span.tree) <= BUCKETS[-1]:
+            return static.verify(span.cache, span.tree)
+        static.admit(span.cache)
+        return self._run((span,))[0]
+
+    def _run(self, spans: Sequence[Span]) -> list[Tensor]:
+        """`run` in one forward: a lone text as it is, several with their nodes one behind the other."""
+        sizes = [len(span.tree) for span in spans]
+        token_ids = to_device(np.concatenate([span.tree.token_ids for span in spans]), self.device)[None]
+        depths = [span.tree.depths() + span.cache.length for span in spans]
+        positions = to_device(np.concatenate(depths), self.device)[None]
+        wanted = [size if span.logits else 0 for size, span in zip(sizes, spans, strict=True)]
+        with ExitStack() as stack:
+            masks = [self._mask(span, stack) for span in spans]
+            if len(spans) == 1:
+                logits = self._forward(token_ids, spans[0].cache, positions, masks[0], self._rows(sizes, wanted))
+            else:
+                pack = Pack(sizes, masks)
+                cache = PackedCache([span.cache for span in spans], pack)
+                stack.enter_context(packed(pack))
+                no_mask = torch.zeros(1, 1, 1, 1, dtype=self.model.dtype, device=self.device)  # else one would be made
+                logits = self._forward(token_ids, cache, positions, no_mask, self._rows(sizes, wanted))
+        rows = logits[0] if any(wanted) else logits[0, :0]
+        return list(rows.float().split(wanted))
+
+    @staticmethod
+    def _rows(sizes: Sequence[int], wanted: Sequence[int]) -> Tensor | int:
+        """What to ask of the head, as transformers' ``logits_to_keep``: 0 for all rows; one row where none is wanted."""
+        if list(sizes) == list(wanted):
+            return 0
+        ends = np.cumsum(sizes)
+        rows = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, wanted, strict=True)])
+        return torch.from_numpy(rows if len(rows) else ends[-1:] - 1)
 
     @torch.inference_mode()
     def top_after(self, token_ids: NDArray[np.int64], top_k: int) -> TopK:
         """The target's ``top_k`` next tokens after each row of ``token_ids`` [B, T], each a text of its own."""
-        return top_tokens(self._forward(torch.from_numpy(token_ids).to(self.device), last=True)[:, 0].float(), top_k)
+        return top_tokens(self._last(torch.from_numpy(token_ids).to(self.device)), top_k)
 
     def batch_writer(self, max_length: int, top_k: int) -> BatchWriter:
         """Something that writes many texts of up to ``max_length`` tokens at once."""
@@ -248,9 +293,15 @@ class TargetModel:
             home.reserve(home.max_length, home.padding)
         return home
 
-    def _mask(self, tree: TokenTree, length: int, extent: int) -> Tensor:
-        """Additive [1, 1, N, extent]: every node sees the whole prefix, its ancestors and itself; what is behind is hidden."""
-        size = len(tree)
+    def _mask(self, span: Span, stack: ExitStack) -> Tensor | None:
+        """Additive [1, 1, N, extent]: every node sees the whole prefix, its ancestors and itself; what is behind is hidden.
+
+        None where transformers' own causal mask serves. ``stack`` keeps the cache extended as far as the mask reaches.
+        """
+        tree, length, size = span.tree, span.cache.length, len(span.tree)
+        if size == 1 or (length == 0 and tree.is_chain):
+            return None
+        extent = stack.enter_context(span.cache.extended(size))
         visible = to_device(tree.ancestor_mask(), self.device)
         mask = torch.full((size, extent), torch.finfo(self.model.dtype).min, dtype=self.model.dtype, device=self.device)
         mask[:, :length] = 0
@@ -263,12 +314,11 @@ class TargetModel:
         cache: Cache | None = None,
         positions: Tensor | None = None,
         mask: Tensor | None = None,
-        last: bool = False,
+        rows: Tensor | int = 0,
     ) -> Tensor:
-        """Logits [B, T, V] of ``token_ids`` [B, T] at ``positions`` [B, T]; with ``last`` of the last row only, [B, 1, V]."""
+        """Logits [B, T, V] of ``token_ids`` [B, T] at ``positions`` [B, T]; only of ``rows``, where they are not 0."""
         # By index, not by count, which slices: a strided input makes a bfloat16 Linear 100 times slower on a CPU. On the CPU,
         # where an index serves whatever device the last layer is on.
-        rows = torch.tensor([token_ids.shape[1] - 1]) if last else 0
         with folded(self.model), self._packed.in_force():
             logits: Tensor = self.model(
                 input_ids=token_ids,
@@ -280,23 +330,46 @@ class TargetModel:
             ).logits
         return logits
 
+    def _last(self, token_ids: Tensor, cache: Cache | None = None, positions: Tensor | None = None) -> Tensor:
+        """The logits [B, V] float32 after the last of ``token_ids`` [B, T]."""
+        return self._forward(token_ids, cache, positions, rows=torch.tensor([token_ids.shape[1] - 1]))[:, 0].float()
+
     def _require_tree_attention(self) -> None:
         """Verify a small tree and compare with its branches decoded one by one: no wrong text, from any architecture."""
-        prompt = [_SPREAD * token % self.vocab_size for token in range(2, 8)]
-        a, b, c = (_SPREAD * token % self.vocab_size for token in (11, 23, 37))
-        tree = TokenTree(np.array([a, b, c, b], np.int64), np.array([-1, 0, 0, 2], np.int64))
-        cache = self.new_cache()
-        self.prefill(cache, prompt)
-        seen = self.verify(cache, tree)
+        span = self._sample(6)
+        seen = self.run([span])[0]
+        prompt, tree = self._tokens(6), span.tree
         with torch.inference_mode():
             for node in range(len(tree)):
                 branch = torch.tensor([prompt + tree.token_ids[tree.path(node)].tolist()], device=self.device)
-                plain = self._forward(branch, last=True)[0, 0].float()
-                if (seen[node] - plain).norm() > _TOO_FAR * (plain - plain.mean()).norm():
+                if _differ(seen[node], self._last(branch)[0]):
                     raise UnsupportedModelError(
                         f"{self.name} gives other logits for a token tree than for the same text: its attention does not "
                         f"follow a 4-D mask and position ids. {_REMEDY}"
                     )
+
+    @torch.inference_mode()
+    def _packs_exactly(self) -> bool:
+        """Whether a pass over two texts says what a pass over each says: not if the model attends without asking transformers."""
+        spans = [self._sample(6), self._sample(3)]
+        alone = torch.cat([self._run([span])[0] for span in spans])
+        together = torch.cat(self._run(spans))
+        return not any(map(_differ, together, alone))
+
+    def _tokens(self, size: int) -> list[int]:
+        return [_SPREAD * token % self.vocab_size for token in range(2, 2 + size)]
+
+    def _sample(self, prefix: int) -> Span:
+        """A small tree behind a text of ``prefix`` tokens."""
+        a, b, c = (_SPREAD * token % self.vocab_size for token in (11, 23, 37))
+        cache = self.new_cache()
+        self.prefill(cache, self._tokens(prefix))
+        return Span(cache, TokenTree(np.array([a, b, c, b], np.int64), np.array([-1, 0, 0, 2], np.int64)))
+
+
+def _differ(logits: Tensor, others: Tensor) -> bool:
+    """Whether two rows of logits [V] differ by more than rounding makes them."""
+    return bool((logits - others).norm() > _TOO_FAR * (others - others.mean()).norm())
 
 
 class BatchWriter:
@@ -319,7 +392,7 @@ class BatchWriter:
         tokens = torch.from_numpy(token_ids).to(self._target.device)
         positions = torch.arange(self._length, self._length + tokens.shape[1], device=tokens.device).expand_as(tokens)
         self._length += tokens.shape[1]
-        return top_tokens(self._target._forward(tokens, self._cache, positions, last=True)[:, 0].float(), self._top_k)
+        return top_tokens(self._target._last(tokens, self._cache, positions), self._top_k)
 
 
 def _is_static(device: torch.device, shapes: Sequence[LayerShape]) -> bool:

@@ -55,8 +55,15 @@ class TokenTree:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether each node follows the one before it."""
+        return bool((self.parents == np.arange(-1, len(self) - 1)).all())
+
     def depths(self) -> NDArray[np.int64]:
         """Distance of each node from the root, [N]."""
+        if self.is_chain:
+            return np.arange(len(self))
         depths = np.zeros(len(self), np.int64)
         for node in range(1, len(self)):
             depths[node] = depths[self.parents[node]] + 1
@@ -64,6 +71,8 @@ class TokenTree:
 
     def ancestor_mask(self) -> NDArray[np.bool_]:
         """[N, N]: row i is True at i's ancestors and at i itself; what node i may attend to within the tree."""
+        if self.is_chain:
+            return np.tri(len(self), dtype=np.bool_)
         mask = np.eye(len(self), dtype=np.bool_)
         for node in range(1, len(self)):
             mask[node] |= mask[self.parents[node]]

@@ -13,10 +13,10 @@ core (30 layers, 9 heads in 3 groups, bfloat16, 600 tokens): a plain pass 43.1 -
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,18 +36,18 @@ _MOST_ROWS = 1024
 class Pack:
     """A pass over several texts, whose nodes stand one behind the other: no text sees another, and nothing is padded.
 
-    ``sizes``: the nodes of each text. ``masks``: what its nodes see, as in `folded_attention`. ``views``: keys and values that
-    each text attends over in the layer that was written last.
+    ``sizes``: the nodes of each text. ``masks``: what its nodes see, as in `folded_attention`. ``views``: keys and values
+    [1, G, L, D] that each text attends over in the layer that was written last.
     """
 
     sizes: list[int]
     masks: list[Tensor | None]
-    views: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    views: Sequence[tuple[Tensor, Tensor]] = ()
 
     def attend(self, module: torch.nn.Module, query: Tensor, scaling: float | None, kwargs: dict[str, Any]) -> Tensor:
         """The nodes' ``query`` [1, H, sum of sizes, D], each over its own text; returns [1, sum of sizes, H, D]."""
         parts = zip(query.split(self.sizes, dim=2), self.views, self.masks, strict=True)
-        return torch.cat([_alone(module, q, key, value, mask, scaling, **kwargs)[0] for q, (key, value), mask in parts], dim=1)
+        return torch.cat([_alone(module, q, key, value, mask, scaling, kwargs) for q, (key, value), mask in parts], dim=1)
 
 
 _pack: ContextVar[Pack | None] = ContextVar("pack", default=None)
@@ -70,7 +70,7 @@ def folded_attention(
     pack = _pack.get()
     if pack is not None:
         return pack.attend(module, query, scaling, kwargs), None
-    return _alone(module, query, key, value, attention_mask, scaling, **kwargs)
+    return _alone(module, query, key, value, attention_mask, scaling, kwargs).contiguous(), None
 
 
 def _alone(
@@ -79,17 +79,15 @@ def _alone(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> Tensor:
     """`folded_attention` of one text."""
     batch, heads, queries, _ = query.shape
     additive = attention_mask is not None and attention_mask.is_floating_point() and attention_mask.shape[1] == 1
     unusual = kwargs.get("dropout") or kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None
     if unusual or not (additive or (attention_mask is None and queries == 1)):
-        result: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **kwargs
-        )
+        result: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0]
         return result
     share = heads // key.shape[1]
     rows = query.reshape(batch, key.shape[1], share * queries, -1)
@@ -98,7 +96,7 @@ def _alone(
         output = _in_products(rows, key, value, mask, query.shape[-1] ** -0.5 if scaling is None else scaling)
     else:
         output = torch.nn.functional.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
-    return output.reshape(batch, heads, queries, -1).transpose(1, 2).contiguous(), None
+    return output.reshape(batch, heads, queries, -1).transpose(1, 2)
 
 
 def _is_slow(rows: int, length: int) -> bool:

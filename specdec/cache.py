@@ -125,6 +125,15 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         return self.cache.max_length
 
 
+class LayerViews(NamedTuple):
+    """A layer's scratch for new nodes [1, heads, N, dim], and what they attend over [1, heads, L, dim]."""
+
+    new_keys: Tensor
+    new_values: Tensor
+    keys: Tensor
+    values: Tensor
+
+
 class TreeCache(Cache):  # type: ignore[misc]
     """K/V of ``length`` committed positions in every layer, with scratch behind them; never more than ``max_length``.
 
@@ -196,6 +205,16 @@ class TreeCache(Cache):  # type: ignore[misc]
         seen = max(end, self._extent)
         return keys[row : row + 1, :, :seen], values[row : row + 1, :, :seen]
 
+    def views(self, nodes: int, extent: int) -> list[LayerViews]:
+        """Of each layer, for a pass over ``nodes`` that attends over ``extent`` positions, all of them within the buffers."""
+        end = self.length + nodes
+        slabs = []
+        for slab in self.slabs:
+            layers = [buffer[:, None] for buffer in slab]  # [layers, 1, heads, capacity, dim]
+            parts = [*(b[..., self.length : end, :] for b in layers), *(b[..., :extent, :] for b in layers)]
+            slabs.append([LayerViews(*views) for views in zip(*(part.unbind() for part in parts), strict=True)])
+        return [slabs[index][row] for index, row in self.places]
+
     @torch.inference_mode()
     def commit(self, path: Sequence[int]) -> None:
         """Keep the scratch rows ``path`` (nodes of the last pass, ascending, root first) as committed positions."""
@@ -234,10 +253,14 @@ class TreeCache(Cache):  # type: ignore[misc]
 
 
 class PackedCache(Cache):  # type: ignore[misc]
-    """The caches of several texts as transformers' cache of one pass over all of them (`specdec.attention.Pack`)."""
+    """The caches of several texts as transformers' cache of one pass over all of them (`specdec.attention.Pack`).
 
-    def __init__(self, caches: Sequence[TreeCache], pack: Pack) -> None:
-        super().__init__(layers=[_PackedLayer(caches, index, pack) for index in range(len(caches[0].layers))])
+    ``extents``: how many positions each text attends over, its own nodes included.
+    """
+
+    def __init__(self, caches: Sequence[TreeCache], extents: Sequence[int], pack: Pack) -> None:
+        views = [cache.views(size, extent) for cache, size, extent in zip(caches, pack.sizes, extents, strict=True)]
+        super().__init__(layers=[_PackedLayer(pack, layer) for layer in zip(*views, strict=True)])
 
 
 class _PackedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -245,17 +268,19 @@ class _PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     is_sliding = False
 
-    def __init__(self, caches: Sequence[TreeCache], index: int, pack: Pack) -> None:
+    def __init__(self, pack: Pack, texts: Sequence[LayerViews]) -> None:
         super().__init__()
-        self._caches, self._index, self._pack = caches, index, pack
+        self._pack = pack
+        self._scratch = [*(text.new_keys for text in texts), *(text.new_values for text in texts)]
+        self._seen = [(text.keys, text.values) for text in texts]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: each cache allocates its own."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        sizes = self._pack.sizes
-        parts = zip(self._caches, key_states.split(sizes, dim=2), value_states.split(sizes, dim=2), strict=True)
-        self._pack.views = [cache.write(self._index, keys, values) for cache, keys, values in parts]
+        parts = [part for states in (key_states, value_states) for part in numbers(states).split(self._pack.sizes, dim=2)]
+        torch._foreach_copy_(self._scratch, parts)
+        self._pack.views = self._seen
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -265,4 +290,4 @@ class _PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         return 0
 
     def get_max_length(self) -> int:
-        return min(cache.max_length for cache in self._caches)
+        return -1

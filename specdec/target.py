@@ -213,8 +213,12 @@ class TargetModel:
             if len(spans) == 1:
                 logits = self._forward(token_ids, spans[0].cache, positions, masks[0], self._rows(sizes, wanted))
             else:
+                for span, size in zip(spans, sizes, strict=True):
+                    span.cache.reserve(size)
+                ends = [span.cache.length + size for span, size in zip(spans, sizes, strict=True)]
+                extents = [end if mask is None else mask.shape[-1] for end, mask in zip(ends, masks, strict=True)]
                 pack = Pack(sizes, masks)
-                cache = PackedCache([span.cache for span in spans], pack)
+                cache = PackedCache([span.cache for span in spans], extents, pack)
                 stack.enter_context(packed(pack))
                 no_mask = torch.zeros(1, 1, 1, 1, dtype=self.model.dtype, device=self.device)  # else one would be made
                 logits = self._forward(token_ids, cache, positions, no_mask, self._rows(sizes, wanted))

@@ -78,12 +78,12 @@ def audit(
     shortfalls: list[float] = []
     margins: list[float] = []
     with target.memory_guard():
-        engine.with_room(lambda: target.prefill(cache, prompt.token_ids[cache.length : -1]))
+        engine.scheduler.with_room(lambda: target.prefill(cache, prompt.token_ids[cache.length : -1]))
         while len(shortfalls) < len(token_ids) and not cancelled():
             done = start + len(shortfalls)
             chunk = text[0, done - 1 : done - 1 + min(PREFILL_CHUNK, start + len(token_ids) - done)].tolist()
-            with engine.passes:
-                logits = engine.with_room(partial(target.verify, cache, TokenTree.chain(chunk)))
+            with engine.scheduler.lock:
+                logits = engine.scheduler.with_room(partial(target.verify, cache, TokenTree.chain(chunk)))
                 cache.commit(range(len(chunk)))
                 for row in logits:
                     position = start + len(shortfalls)

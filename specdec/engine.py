@@ -6,101 +6,27 @@ never changes what the target says; it only lets one target pass say more of it.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import count
-from typing import Any, TypeVar
-from weakref import WeakSet
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specdec.accept import accept
-from specdec.cache import TreeCache
+from specdec.conversation import Conversation
 from specdec.cost import PassCost
-from specdec.devices import dtype_name, give_back_memory
-from specdec.errors import LoadError, NotANumberError, is_out_of_memory
+from specdec.devices import give_back_memory
+from specdec.errors import LoadError, is_out_of_memory
 from specdec.loading import load, out_of_memory
 from specdec.prompt import Message, Prompt
-from specdec.reply import Reading, Reply
-from specdec.request import MAX_BUDGET, Request, RequestError, resolve
-from specdec.sampling import NO_TOKEN
-from specdec.speculators import Proposal, Speculator
+from specdec.request import Request, RequestError, resolve
+from specdec.scheduler import Scheduler
+from specdec.speculators import Speculator
 from specdec.speculators.hybrid import HybridSpeculator, warm_up
 from specdec.speculators.memory import Memory
-from specdec.step import Step, Timings
+from specdec.step import Step
 from specdec.study import ROUNDS, load_vocabulary, study
-from specdec.target import Cancelled, TargetModel
+from specdec.target import TargetModel
 from specdec.text import SpecialText, special_texts, token_texts
-from specdec.tree import TokenTree
-
-T = TypeVar("T")
-
-
-class ConversationBusyError(RuntimeError):
-    """Two replies were asked of one conversation at the same time."""
-
-
-@dataclass(slots=True, weakref_slot=True, eq=False)
-class Conversation:
-    """All mutable state of one chat with ``target``: the K/V of its committed tokens and its speculator.
-
-    ``token_ids`` are the tokens whose K/V is cached. After a stopped or failed reply it holds what was committed by then,
-    so the next turn continues as from a fresh start. So it does after the model's weights were changed, unless they were
-    written to through ``weight.data`` or a numpy view, which nobody sees.
-    """
-
-    target: TargetModel
-    speculator: Speculator
-    cache: TreeCache = field(init=False)
-    token_ids: list[int] = field(default_factory=list)
-    _edition: int = field(init=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def __post_init__(self) -> None:
-        self.cache, self._edition = self.target.new_cache(), self.target.edition()
-
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Hold the conversation for one reply. Raises ConversationBusyError if another one is running."""
-        if not self._lock.acquire(blocking=False):
-            raise ConversationBusyError("this conversation is already streaming a reply; wait for it or cancel it")
-        try:
-            yield
-        finally:
-            self._lock.release()
-
-    def rewind(self, token_ids: Sequence[int]) -> int:
-        """Keep the longest cached prefix of ``token_ids`` and forget the rest; how many tokens stay cached."""
-        before, self._edition = self._edition, self.target.edition()
-        if self._edition != before:
-            self.forget()
-        shared = next(
-            (i for i, (a, b) in enumerate(zip(self.token_ids, token_ids, strict=False)) if a != b),
-            min(len(self.token_ids), len(token_ids)),
-        )
-        self.cache.rewind(shared)
-        del self.token_ids[shared:]
-        return shared
-
-    def forget(self) -> None:
-        """Give up the K/V, to be read again by the next turn."""
-        self.cache.clear()
-        self.token_ids.clear()
-
-    def cool(self) -> bool:
-        """`forget`, but not while a reply is running. Whether there was any K/V."""
-        if not self._lock.acquire(blocking=False):
-            return False
-        try:
-            warm = any(slab.capacity for slab in self.cache.slabs)
-            self.forget()
-            return warm
-        finally:
-            self._lock.release()
 
 
 class SpeculativeEngine:
@@ -141,34 +67,20 @@ class SpeculativeEngine:
                 raise
             give_back_memory(error, self.model.device)
             raise LoadError(out_of_memory(self.name)) from error
+        self.scheduler = Scheduler(self.target, self.tokenizer, self.name)
         self.memory = memory
         self.vocabulary = load_vocabulary(self.model)
         self._speculator = speculator
-        self._conversations: WeakSet[Conversation] = WeakSet()
-        self.passes = threading.RLock()
-        """Held during a pass and while its logits are read: conversations in several threads take turns, pass by pass."""
 
-    @cached_property
+    @property
     def pass_cost(self) -> PassCost:
         """What a pass costs on this device, by width: measured when first asked for, some two dozen passes."""
-        return self.with_room(self.target.measure_cost)
+        return self.scheduler.cost
 
-    def with_room(self, work: Callable[[], T]) -> T:
-        """What ``work()``, passes that may begin anew, returns.
-
-        Where memory runs out every idle conversation gives up its K/V, and if there was any it is done once more.
-        """
-        with self.passes:
-            try:
-                return work()
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                cooled = [other.cool() for other in list(self._conversations)]
-                give_back_memory(error, self.target.device)
-                if not any(cooled):
-                    raise
-            return work()
+    def move_in(self, cost: PassCost | None = None) -> None:
+        """See the model afresh where its weights have come to another device, with a ``cost`` that is known there."""
+        self.target = TargetModel(self.model)
+        self.scheduler = Scheduler(self.target, self.tokenizer, self.name, cost)
 
     @cached_property
     def _special(self) -> dict[int, SpecialText]:
@@ -211,7 +123,8 @@ class SpeculativeEngine:
         ``decoding``: "tree" (default), "linear" or "plain". ``budget``: nodes besides the root per pass, or "auto" (as many as
         pay for themselves by the measured pass cost). ``seed`` keys the noise when ``do_sample``. ``presence_penalty``,
         ``logits_processor`` and ``stopping_criteria`` (each holds at every emitted token). ``details``: compute Step.target.
-        ``cancelled``: a callable polled once a step and between prefill chunks. Everything else is an argument of
+        ``cancelled``: a callable polled once a step and between prefill chunks. ``owner``: whoever may start from what this text
+        leaves behind, and this text from theirs (see `specdec.conversation.Text`). Everything else is an argument of
         transformers' generate (max_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty,
         stop_strings, ...); what is not given comes from the model's generation_config. Without any length limit the reply
         runs to its end-of-sequence token or the model's context.
@@ -223,127 +136,7 @@ class SpeculativeEngine:
         if conversation is not None and getattr(conversation, "target", None) is not self.target:
             raise RequestError("this conversation is of another engine: pass what conversation() of this one makes, or none")
         request = resolve(self.model, self.tokenizer, self.target.context_limit, prompt, **arguments)
-        return self._decode(request, conversation or self.conversation())
+        return self._follow(request, conversation or self.conversation())
 
-    def _decode(self, request: Request, chat: Conversation) -> Iterator[Step]:
-        with ExitStack() as stack:
-            with self.passes:  # so that nobody cools it just then
-                self._conversations.add(chat)
-                stack.enter_context(chat.exclusive())
-            stack.enter_context(self.target.memory_guard())
-            cost = self.pass_cost  # measured, where it is not yet, before the clock starts
-            reply = Reply(request, self.tokenizer, self.target.device, self.target.draws_at_once)
-            root = request.prompt.token_ids[-1]
-            start = time.perf_counter()
-            try:
-                self.with_room(partial(self._prefill, request, chat))
-            except Cancelled:
-                return
-            prefill_seconds = time.perf_counter() - start
-            for index in count():
-                with self.passes:
-                    step = self._step(index, request, chat, reply, root, cost, prefill_seconds)
-                root = step.token_ids[-1]
-                yield step
-                if step.finish_reason is not None:
-                    return
-
-    def _step(
-        self,
-        index: int,
-        request: Request,
-        chat: Conversation,
-        reply: Reply,
-        root: int,
-        cost: PassCost,
-        prefill_seconds: float,
-    ) -> Step:
-        """One round: propose, verify, accept, commit."""
-        top_k = self._top_k(request, chat)
-        drafting = time.perf_counter()
-        proposal, note = self._propose(request, chat, root, reply.remaining)
-        tree = proposal.tree
-        verifying = 0.0
-
-        def verified() -> Reading:
-            nonlocal verifying
-            verifying = time.perf_counter()  # anew where it is done once more: what a pass costs is learnt from it
-            return reply.read(self.target.verify(chat.cache, tree), tree, top_k)
-
-        reading = self.with_room(verified)
-        accepting = time.perf_counter()
-        verdict = accept(tree, reading.choose)
-        if verdict.next_token == NO_TOKEN:
-            dtype = dtype_name(self.model.dtype)
-            remedy = "get its weights again, or choose another --model" if dtype == "float32" else "use --dtype float32"
-            chat.forget()
-            raise NotANumberError(f"the logits of {self.name} are not numbers (NaN) in {dtype}: {remedy}")
-        emitted, text = reply.emit(tree, verdict)
-        committing = time.perf_counter()
-        kept = verdict.path[: len(emitted)]  # a stop inside the path: what follows it is not cached
-        context_length = chat.cache.length
-        chat.cache.commit(kept)
-        chat.token_ids += [int(tree.token_ids[node]) for node in kept]
-        if request.decoding != "plain":
-            chat.speculator.observe(tree, kept, emitted, reading.top() if top_k else None)
-        done = time.perf_counter()
-        if not self.target.prepared:
-            cost.observe(len(tree), accepting - verifying)
-        return Step(
-            index=index,
-            tree=tree,
-            verdict=verdict,
-            token_ids=emitted,
-            text=text,
-            timings=Timings(
-                prefill=0.0 if index else prefill_seconds,
-                draft=verifying - drafting,
-                verify=accepting - verifying,
-                accept=committing - accepting,
-                commit=done - committing,
-            ),
-            context_length=context_length,
-            plain_seconds=cost.plain,
-            finish_reason=reply.finish_reason,
-            target=reading.view(verdict) if request.details else None,
-            note=note,
-        )
-
-    def _top_k(self, request: Request, chat: Conversation) -> int:
-        """How many of the target's next tokens its speculator is shown."""
-        return 0 if request.decoding == "plain" else chat.speculator.top_k
-
-    def _prefill(self, request: Request, chat: Conversation) -> None:
-        """Cache the prompt but for its last token, the first root; what the conversation holds of it stays."""
-        prompt = request.prompt.token_ids
-        cached = chat.rewind(prompt[:-1])
-        try:
-            top = self.target.prefill(chat.cache, prompt[cached:-1], self._top_k(request, chat), request.cancelled)
-        finally:
-            chat.token_ids += prompt[cached : chat.cache.length]
-        if request.decoding != "plain":
-            chat.speculator.begin(prompt, top, cached)
-
-    def _propose(self, request: Request, chat: Conversation, root: int, remaining: int) -> tuple[Proposal, str | None]:
-        """The tree to verify: within the budget, the context, and the tokens still wanted."""
-        plain = Proposal(TokenTree.root(root))
-        if request.decoding == "plain":
-            return plain, None
-        room = min(self.target.context_limit - chat.cache.length - 1, MAX_BUDGET)
-        budget = room if request.budget == "auto" else min(request.budget, room)
-        if remaining <= 1:
-            return plain, "draft inactive: only one more token is wanted"
-        if budget <= 0:
-            return plain, "draft inactive: the node budget is 0"
-        branches = 1 if request.decoding == "linear" else None
-        worth = self.pass_cost.worth if request.budget == "auto" else None
-        proposal = chat.speculator.propose(budget, branches, worth)
-        if not proposal.tree.follows(root, budget, self.target.vocab_size):
-            return plain, "draft inactive: what the speculator proposed is no tree for this text"
-        if len(proposal.tree) == 1:
-            return proposal, "draft inactive: nothing seen so far tells what may follow"
-        if request.budget != "auto" or proposal.tree.scores is None:
-            return proposal, None
-        width = self.pass_cost.best_width(proposal.tree.scores)
-        note = "draft inactive: no candidate is worth its cost in this pass" if width == 1 else None
-        return Proposal(proposal.tree.prefix(width), proposal.match_length), note
+    def _follow(self, request: Request, chat: Conversation) -> Iterator[Step]:
+        yield from self.scheduler.follow(self.scheduler.submit(request, chat))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -64,33 +64,62 @@ def top_tokens(logits: Tensor, k: int) -> TopK:
     return TopK(token_ids, best - best[:, :1] - np.log(weight))
 
 
-@torch.inference_mode()
-def fetch(
-    logits: Tensor, best: tuple[Tensor, Tensor] | None, k: int, tree: TokenTree | None = None
-) -> tuple[list[int], TopK, View | None]:
-    """The choices and the view of ``tree``, where given, and the ``k`` best next tokens of ``logits`` [N, V] float32.
+class Fetched(NamedTuple):
+    """What the host got of a text's pass: the target's choice after each node, its best next tokens, its view of the tree."""
 
-    ``best``: scores and tokens [N] of the choices, as `Sampler.draw` gives them. All is computed where it lies and brought to
-    the host in one transfer, the only one that waits for the device. The verdict comes after that, so a view brings along what
-    the target thought of each of the choices.
+    choices: list[int]
+    top: TopK
+    view: View | None
+
+
+class Fetch:
+    """What the host wants to know of ``logits`` [N, V] float32, computed where they lie: choices, ``k`` best next tokens, view.
+
+    ``best``: scores and tokens [N] of the choices, as `Sampler.draw` gives them. The verdict comes after the transfer, so the
+    view of ``tree``, where given, brings along what the target thought of each of the choices. `bring` takes all of it, of all
+    texts of a pass, to the host in one transfer.
     """
-    k = min(k, logits.shape[1])
-    values, places = logits.topk(k, dim=-1)
-    logprobs = values - logits.logsumexp(-1, keepdim=True) if k else values
-    nothing = logits.new_empty(len(logits), 0)
-    scores, tokens = (nothing, nothing) if best is None else (part[:, None] for part in best)
-    seen = nothing
-    if tree is not None and best is not None:
-        before = to_device(tree.parents, logits.device)  # -1 of the root is some row
-        seen = torch.cat([_seen(logits[before], to_device(tree.token_ids, logits.device)), _seen(logits, best[1])], dim=1)
-    numbers, integers = [scores, logprobs, seen], [tokens, places]
-    parts = [*(part.view(torch.int32) for part in numbers), *(part.to(torch.int32) for part in integers)]
-    packed = torch.cat(parts, dim=1).cpu().numpy()
-    columns = np.split(packed, np.cumsum([part.shape[1] for part in parts[:-1]]), axis=1)
-    own, logprob, views = (np.ascontiguousarray(column).view(np.float32) for column in columns[:3])
-    nodes, nexts = np.split(views, 2, axis=1)
-    view = None if tree is None else lambda verdict: _view(nodes, nexts[verdict.path[-1]])
-    return _chosen(own.ravel(), columns[3].ravel()), TopK(columns[4], logprob), view
+
+    @torch.inference_mode()
+    def __init__(self, logits: Tensor, best: tuple[Tensor, Tensor] | None, k: int, tree: TokenTree | None = None) -> None:
+        k = min(k, logits.shape[1])
+        values, places = logits.topk(k, dim=-1)
+        logprobs = values - logits.logsumexp(-1, keepdim=True) if k else values
+        nothing = logits.new_empty(len(logits), 0)
+        scores, tokens = (nothing, nothing) if best is None else (part[:, None] for part in best)
+        seen = nothing
+        self._viewed = tree is not None and best is not None
+        if tree is not None and best is not None:
+            before = to_device(tree.parents, logits.device)  # -1 of the root is some row
+            seen = torch.cat([_seen(logits[before], to_device(tree.token_ids, logits.device)), _seen(logits, best[1])], dim=1)
+        numbers, integers = [scores, logprobs, seen], [tokens, places]
+        parts = [*(part.view(torch.int32) for part in numbers), *(part.to(torch.int32) for part in integers)]
+        self._ends = np.cumsum([part.shape[1] for part in parts[:-1]])
+        self._packed = torch.cat(parts, dim=1)
+
+    def unpack(self, host: NDArray[np.int32]) -> Fetched:
+        """What it asked for, from what lies on the ``host``."""
+        columns = np.split(host, self._ends, axis=1)
+        own, logprob, views = (np.ascontiguousarray(column).view(np.float32) for column in columns[:3])
+        nodes, nexts = np.split(views, 2, axis=1)
+        view = (lambda verdict: _view(nodes, nexts[verdict.path[-1]])) if self._viewed else None
+        return Fetched(_chosen(own.ravel(), columns[3].ravel()), TopK(columns[4], logprob), view)
+
+    @staticmethod
+    @torch.inference_mode()
+    def bring(fetches: Sequence[Fetch]) -> list[NDArray[np.int32]]:
+        """What each of ``fetches`` computed, in one transfer: the only one that waits for the device."""
+        if not fetches:
+            return []
+        flat = torch.cat([fetch._packed.flatten() for fetch in fetches]).cpu().numpy()
+        ends = np.cumsum([fetch._packed.numel() for fetch in fetches])[:-1]
+        return [part.reshape(fetch._packed.shape) for part, fetch in zip(np.split(flat, ends), fetches, strict=True)]
+
+
+def fetch(logits: Tensor, best: tuple[Tensor, Tensor] | None, k: int, tree: TokenTree | None = None) -> Fetched:
+    """One `Fetch`, brought and unpacked."""
+    one = Fetch(logits, best, k, tree)
+    return one.unpack(Fetch.bring([one])[0])
 
 
 @compiled

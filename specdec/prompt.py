@@ -21,10 +21,14 @@ class PromptError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """``token_ids`` to continue; ``trimmed`` counts the oldest chat messages left out so that it fits the context."""
+    """``token_ids`` to continue; ``trimmed`` counts the oldest chat messages left out so that it fits the context.
+
+    ``common``: the first tokens that hold nothing private, the chat template's own and the system prompt.
+    """
 
     token_ids: tuple[int, ...]
     trimmed: int = 0
+    common: int = 0
 
 
 def fair_share(max_new_tokens: int | None, context: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from math import inf
 from numbers import Integral, Real
@@ -108,6 +108,8 @@ class Request:
     stopping_criteria: StoppingCriteriaList
     details: bool
     cancelled: Callable[[], bool]
+    owner: Hashable
+    """Whose text it is: see `specdec.conversation.Text`."""
 
 
 def resolve(
@@ -122,6 +124,7 @@ def resolve(
     presence_penalty: float = 0.0,
     details: bool = False,
     cancelled: Callable[[], bool] = lambda: False,
+    owner: Hashable = None,
     logits_processor: LogitsProcessorList | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
     generation_config: GenerationConfig | None = None,
@@ -199,6 +202,7 @@ def resolve(
         stopping_criteria=criteria,
         details=details,
         cancelled=cancelled,
+        owner=owner,
     )
 
 

@@ -16,7 +16,7 @@ FinishReason = Literal["eos", "stop_string", "stopping_criteria", "length", "con
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Wall-clock seconds of one step's parts. ``prefill`` is non-zero in the first step of a reply only.
+    """Wall-clock seconds of the parts of a pass, the same for all texts in it. ``prefill`` is that of the reply, in its first step.
 
     What only a watcher asks for (`Step.target`) is computed after the step and is part of none, but where all choices are drawn
     at once on the device: there it comes with them, in ``verify``.
@@ -64,8 +64,9 @@ class Step:
 
     ``token_ids`` are the emitted tokens (accepted path, then the verdict's ``next_token``; cut at a stop), ``text`` the
     characters that became complete with them (may be empty: half an emoji waits for its other half). ``context_length``
-    counts the tokens before the root, i.e. those whose K/V was cached when the pass began. ``plain_seconds`` is what a
-    plain single-token pass costs on this device at this moment (measured, see `specdec.cost.PassCost`).
+    counts the tokens before the root, i.e. those whose K/V was cached when the pass began. ``sequences`` texts were verified in
+    this pass. ``plain_seconds`` is what the pass would cost on this device at this moment without any draft (measured, see
+    `specdec.cost.PassCost`): of a text alone, a plain single-token pass.
     ``finish_reason`` is None until the last step. ``note``: why nothing was drafted although speculation is on.
     """
 
@@ -80,6 +81,7 @@ class Step:
     finish_reason: FinishReason | None = None
     target: TargetView | None = None
     note: str | None = None
+    sequences: int = 1
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists, numbers and strings; field names as in the dataclasses."""
@@ -105,4 +107,5 @@ class Step:
             "finish_reason": self.finish_reason,
             "target": None if target is None else target.to_json(),
             "note": self.note,
+            "sequences": self.sequences,
         }

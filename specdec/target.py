@@ -34,6 +34,10 @@ from specdec.tree import TokenTree
 
 PREFILL_CHUNK = 512
 """Prompt tokens per prefill pass: bounds memory and the wait for a cancellation."""
+COMPANY = 4
+"""Texts in the pass that tells what a text adds to the cost of another's."""
+_COMPANY_WIDTH = 4
+"""Nodes of each."""
 _HOME = 0.25
 """Share of the free device memory that the cache of captured passes may take from the beginning."""
 _SPREAD = 7919
@@ -190,7 +194,8 @@ class TargetModel:
         pass. Raises ValueError past a cache's maximum.
         """
         if self._static is not None:
-            return [self._run_static(self._static, span) for span in spans]
+            logits = (self._run_static(self._static, span) for span in spans)
+            return [rows.clone() if len(spans) > 1 else rows for rows in logits]  # the next pass would overwrite them
         if len(spans) > 1 and not self.packs:
             return [self._run((span,))[0] for span in spans]
         return self._run(spans)
@@ -244,30 +249,35 @@ class TargetModel:
         return BatchWriter(self, max_length, top_k)
 
     def measure_cost(self, context: int = 256, repeats: int = 4) -> PassCost:
-        """Time passes of every width in `WIDTHS` behind ``context`` tokens: the fastest of ``repeats``, widths interleaved.
+        """Time passes of every width in `WIDTHS` behind ``context`` tokens, and one over `COMPANY` texts: the fastest of ``repeats``.
 
-        The fastest, for a page that is opened meanwhile slows some of them, and the curve's shape must not suffer from it.
-        Where passes are padded to some widths, the others cost what the padded ones do.
+        The fastest, for a page that is opened meanwhile slows some of them, and the curve's shape must not suffer from it; widths
+        are interleaved. Where passes are padded to some widths, the others cost what the padded ones do.
         """
         context = min(context, self.context_limit // 2)
         known = WIDTHS if self._static is None else BUCKETS
-        widths = [width for width in known if context + width <= self.context_limit]
-        cache = self.new_cache()
-        self.prefill(cache, [token % self.vocab_size for token in range(context)])
-        seconds = dict.fromkeys(widths, math.inf)
+        passes = {width: (1, width) for width in known if context + width <= self.context_limit}
+        passes[0] = (COMPANY, _COMPANY_WIDTH)
+        caches = [self.new_cache() for _ in range(COMPANY)]
+        self.prefill(caches[0], [token % self.vocab_size for token in range(context)])
+        for cache in caches[1:]:
+            cache.copy(caches[0], context)
+        seconds = dict.fromkeys(passes, math.inf)
         for repeat in range(repeats + 1):
-            for turn, width in enumerate(widths):
+            for turn, (width, (texts, nodes)) in enumerate(passes.items()):
                 if not (repeat and turn):  # each width of the first round, which may capture it
-                    share = (repeat + turn / len(widths)) / (repeats + 1)
+                    share = (repeat + turn / len(passes)) / (repeats + 1)
                     self.progress(f"measuring what a pass costs on {self.device}", share)
-                tree = TokenTree.chain([token % self.vocab_size for token in range(width)])
+                tree = TokenTree.chain([token % self.vocab_size for token in range(nodes)])
                 start = time.perf_counter()
-                argmax(self.verify(cache, tree))
+                argmax(self.run([Span(cache, tree) for cache in caches[:texts]])[-1])
                 if repeat:  # the first round warms up
                     seconds[width] = min(seconds[width], time.perf_counter() - start)
+        company = seconds.pop(0)
         if self._static is not None:
-            seconds = {width: seconds[bucket(width)] for width in range(1, widths[-1] + 1)}
-        return PassCost(seconds)
+            seconds = {width: seconds[bucket(width)] for width in range(1, max(seconds) + 1)}
+        alone = float(PassCost(seconds).seconds(COMPANY * _COMPANY_WIDTH))
+        return PassCost(seconds, (company - alone) / (COMPANY - 1))
 
     def prepare(self, length: int) -> None:
         """Capture all passes that texts of up to ``length`` tokens may need, where passes are captured, before a clock runs."""

@@ -240,7 +240,7 @@ def test_what_is_captured_during_a_reply_or_a_comparison_is_told_while_it_is_wai
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer(), static=True)
-    engine.pass_cost = PassCost({1: 0.01, 64: 0.01})
+    monkeypatch.setattr(engine.target, "measure_cost", lambda: PassCost({1: 0.01, 64: 0.01}))
     handlers, before = ChatHandlers(engine), engine.target.progress
     static = replay_passes(engine.target)
     recorded = static._captured
@@ -403,7 +403,7 @@ def test_a_full_context_says_what_was_left_out(handlers: ChatHandlers) -> None:
 def test_a_reply_that_drafted_nothing_says_what_kept_most_of_its_steps_from_it(
     handlers: ChatHandlers, monkeypatch: pytest.MonkeyPatch, budget: str, noticed: list[str]
 ) -> None:
-    monkeypatch.setattr(PassCost, "best_width", lambda cost, scores: 1)  # where the budget is not given
+    monkeypatch.setattr(PassCost, "share", lambda cost, scores, **_: [1] * len(scores))  # where the budget is not given
     send(handlers, QUESTION, values=("tree", budget, *VALUES[2:5], 12, ""))
     assert handlers.tabs.chat("tab").messages[1].notices == noticed
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from specdec.benchmark.questions import load_questions
-from specdec.engine import Conversation, SpeculativeEngine
+from specdec.conversation import Conversation
+from specdec.engine import SpeculativeEngine
 from specdec.folders import SHIPPED, model_file
 from specdec.speculators.memory import Memory
 from specdec.speculators.vocabulary import Vocabulary

@@ -19,12 +19,13 @@ from toys import ARCHITECTURES, CONTEXT, EOS, PATHS, VOCAB, OracleSpeculator, re
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from specdec.accept import Verdict
-from specdec.engine import Conversation, ConversationBusyError, SpeculativeEngine
+from specdec.conversation import Conversation, ConversationBusyError
+from specdec.engine import SpeculativeEngine
 from specdec.errors import NotANumberError
 from specdec.logits import target_view
-from specdec.reply import Reply
 from specdec.request import RequestError
 from specdec.sampling import PresencePenaltyProcessor
+from specdec.sequence import Sequence
 from specdec.speculators import Proposal
 from specdec.step import Step
 from specdec.tree import TokenTree
@@ -47,6 +48,19 @@ def oracle(engine: SpeculativeEngine, future: list[int], seed: int = 1, honesty:
     chat = engine.conversation()
     chat.speculator = OracleSpeculator(future, seed, honesty)
     return chat
+
+
+def count_what_is_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by the tokens of every chunk of a prompt that is read from now on."""
+    counts: list[int] = []
+    read = Sequence.read
+
+    def counting(sequence: Sequence, chunk: TokenTree, logits: torch.Tensor) -> None:
+        counts.append(len(chunk))
+        read(sequence, chunk, logits)
+
+    monkeypatch.setattr(Sequence, "read", counting)
+    return counts
 
 
 def transformers_greedy(engine: SpeculativeEngine, prompt: list[int], **arguments: Any) -> list[int]:
@@ -408,13 +422,13 @@ def test_two_conversations_in_two_threads_do_not_mix(path: str, monkeypatch: pyt
     engine = tiny_engine(path=path)
     prompts = [PROMPT, "a quite different text, a quite"]
     alone = [ids(list(engine.stream(p, max_new_tokens=20))) for p in prompts]
-    read = Reply.read
+    see = Sequence.see
 
-    def slow_read(*arguments: Any) -> Any:
+    def slow_see(*arguments: Any) -> Any:
         time.sleep(0.002)
-        return read(*arguments)
+        return see(*arguments)
 
-    monkeypatch.setattr(Reply, "read", slow_read)
+    monkeypatch.setattr(Sequence, "see", slow_see)
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(lambda p: ids(list(engine.stream(p, max_new_tokens=20))), prompts)) == alone
 
@@ -424,17 +438,11 @@ def test_a_second_turn_prefills_only_what_is_new(monkeypatch: pytest.MonkeyPatch
     chat = engine.conversation()
     messages = [{"role": "user", "content": "tell me a long story about a cat"}]
     reply = engine.generate(messages, conversation=chat, max_new_tokens=20)
-    fed: list[int] = []
-    prefill = engine.target.prefill
-
-    def counting(cache: Any, token_ids: Any, *args: Any) -> Any:
-        fed.append(len(token_ids))
-        return prefill(cache, token_ids, *args)
-
-    monkeypatch.setattr(engine.target, "prefill", counting)
+    read = count_what_is_read(monkeypatch)
     messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "go on"}]
     list(engine.stream(messages, conversation=chat, max_new_tokens=5))
     prompt = len(tokenizer().apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
-    assert fed[0] < prompt // 2
+    assert 0 < sum(read) < prompt // 2
+    read.clear()
     list(engine.stream(messages, conversation=chat, max_new_tokens=5))
-    assert fed[1] == 0, "regenerating rewinds; nothing is computed twice"
+    assert not read, "regenerating rewinds; nothing is computed twice"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from toys import VOCAB, tiny_engine
 
-from specdec.engine import Conversation
+from specdec.conversation import Conversation
 from specdec.speculators import TopK
 from specdec.speculators.fitting import fit, lessons, prior, random_weights
 from specdec.speculators.hybrid import HybridSpeculator

@@ -252,7 +252,7 @@ def test_where_all_is_drawn_at_once_the_view_of_a_tree_comes_in_the_same_transfe
     future = list(range(20, 50))
     exact, static = tiny_engine(), replayed()
     expected = list(exact.stream(PROMPT, conversation=oracle(exact, future), **arguments))
-    monkeypatch.setattr("specdec.reply.target_view", lambda *_: pytest.fail("another wait for the device"))
+    monkeypatch.setattr("specdec.sequence.target_view", lambda *_: pytest.fail("another wait for the device"))
     steps = list(static.stream(PROMPT, conversation=oracle(static, future), **arguments))
     for step, reference in zip(steps, expected, strict=True):
         assert step.target is not None
@@ -372,8 +372,8 @@ def test_what_a_pass_costs_is_measured_while_no_other_pass_runs(monkeypatch: pyt
     measure = engine.target.measure_cost
 
     def enter() -> bool:
-        if entered := engine.passes.acquire(blocking=False):
-            engine.passes.release()
+        if entered := engine.scheduler.lock.acquire(blocking=False):
+            engine.scheduler.lock.release()
         return entered
 
     def watched() -> PassCost:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from specdec.engine import Conversation
+from specdec.conversation import Conversation
 from specdec.prompt import Prompt
 from ui.settings import Settings
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from specdec.audit import Audit, audit
-from specdec.engine import Conversation, SpeculativeEngine
+from specdec.conversation import Conversation
+from specdec.engine import SpeculativeEngine
 from specdec.prompt import Prompt
 from specdec.step import Step
 from ui.settings import Settings

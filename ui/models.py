@@ -7,6 +7,7 @@ goes wrong is one line and nothing else. Chats stay; each is read by the new mod
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -26,6 +27,8 @@ from ui.keeper import MemoryKeeper
 from ui.pump import Pump
 from ui.replies import Replies
 from ui.turns import Stops, in_line
+
+log = logging.getLogger(__name__)
 
 SUGGESTIONS = (
     EMBEDDED_NAME,
@@ -75,7 +78,7 @@ class Models:
         Raises LoadError or UnsupportedModelError; the present model then stays.
         """
         engine = chat_engine(name, progress=progress, **self._loading)
-        engine.pass_cost = engine.target.measure_cost()  # now, so that ``progress`` is told
+        log.info("a plain pass takes %.1f ms", 1e3 * engine.pass_cost.plain)  # measured now, so that ``progress`` is told
         if self._keeper is not None:
             self._keeper.save()
         self._tabs.cool()

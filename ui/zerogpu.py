@@ -16,13 +16,13 @@ from typing import Any
 import gradio as gr
 
 from specdec.audit import Audit, audit
+from specdec.conversation import Conversation
 from specdec.cost import PassCost
 from specdec.embedded import Progress
-from specdec.engine import Conversation, SpeculativeEngine
+from specdec.engine import SpeculativeEngine
 from specdec.loading import CUDA_DEFAULT
 from specdec.prompt import Prompt
 from specdec.step import Step
-from specdec.target import TargetModel
 from ui.decoder import Decoder
 from ui.errors import explain
 from ui.limits import PUBLIC
@@ -109,12 +109,9 @@ class LentDecoder(Decoder):
         self, prompt: Prompt, settings: Settings, details: bool, cost: PassCost | None
     ) -> Iterator[PassCost | Step | None]:
         def produce(put: Put, cancelled: Callable[[], bool]) -> None:
-            self._arrive()
-            known = cost
-            if known is None:
-                known = self.engine.target.measure_cost()
-                put(known)
-            self.engine.pass_cost = known
+            self._arrive(cost)
+            if cost is None:
+                put(self.engine.pass_cost)
             for step in self.engine.stream(prompt, cancelled=cancelled, details=details, **settings.arguments()):
                 put(step)
 
@@ -122,16 +119,16 @@ class LentDecoder(Decoder):
 
     def _audit_there(self, prompt: Prompt, token_ids: tuple[int, ...], settings: Settings) -> Iterator[Audit | None]:
         def produce(put: Put, cancelled: Callable[[], bool]) -> None:
-            self._arrive()
+            self._arrive(None)
             put(audit(self.engine, prompt, token_ids, cancelled, **settings.arguments()))
 
         yield from _yielding(produce)
 
-    def _arrive(self) -> None:
-        """The weights are on the GPU now: once in each child, see the model afresh."""
+    def _arrive(self, cost: PassCost | None) -> None:
+        """The weights are on the GPU now: once in each child, see the model afresh, with what passes ``cost`` if known."""
         if self._process != os.getpid():
             self._process = os.getpid()
-            self.engine.target = TargetModel(self.engine.model)
+            self.engine.move_in(cost)
 
 
 def _yielding(produce: Callable[[Put, Callable[[], bool]], None]) -> Iterator[Any]:

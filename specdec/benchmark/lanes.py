@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from specdec.engine import Conversation, SpeculativeEngine
+from specdec.conversation import Conversation
+from specdec.engine import SpeculativeEngine
 from specdec.speculators import Speculator, TopK
 from specdec.speculators.replay import Recorder
 from specdec.stats import Stats

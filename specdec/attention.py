@@ -64,8 +64,8 @@ def folded_attention(
 ) -> tuple[Tensor, None]:
     """``query`` [B, H, N, D] over ``key``, ``value`` [B, G, L, D] under an additive mask [B, 1, N, L]; returns [B, N, H, D].
 
-    Without a mask it takes a single query, which sees all. Everything else is left to transformers' own function. While a `Pack`
-    is in force, its keys, values and masks are taken instead of those handed in.
+    Without a mask it takes a single query, which sees all. Everything else is left to transformers' own function. While a
+    `Pack` is in force, its keys, values and masks are taken instead of those handed in.
     """
     pack = _pack.get()
     if pack is not None:

@@ -58,9 +58,9 @@ class PassCost:
     ) -> list[int]:
         """How many nodes (root included) to verify of each of several best-first trees with path probabilities ``scores``.
 
-        The pass verifies ``width`` nodes besides, which are expected to emit ``expected`` tokens. Every tree keeps its root, whose
-        score, 1, stands for the target's own token; beyond that the nodes of all trees compete. A pass over the best w nodes is
-        expected to emit E(w) tokens, the sum of their scores; the width with the best E(w) / cost(w) wins.
+        The pass verifies ``width`` nodes besides, which are expected to emit ``expected`` tokens. Every tree keeps its root,
+        whose score, 1, stands for the target's own token; beyond that the nodes of all trees compete. A pass over the best w
+        nodes is expected to emit E(w) tokens, the sum of their scores; the width with the best E(w) / cost(w) wins.
         """
         if not scores:
             return []

@@ -123,8 +123,8 @@ class SpeculativeEngine:
         ``decoding``: "tree" (default), "linear" or "plain". ``budget``: nodes besides the root per pass, or "auto" (as many as
         pay for themselves by the measured pass cost). ``seed`` keys the noise when ``do_sample``. ``presence_penalty``,
         ``logits_processor`` and ``stopping_criteria`` (each holds at every emitted token). ``details``: compute Step.target.
-        ``cancelled``: a callable polled once a step and between prefill chunks. ``owner``: whoever may start from what this text
-        leaves behind, and this text from theirs (see `specdec.conversation.Text`). Everything else is an argument of
+        ``cancelled``: a callable polled once a step and between prefill chunks. ``owner``: texts of one owner start from each
+        other's K/V (see `specdec.conversation.Text`). Everything else is an argument of
         transformers' generate (max_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty,
         stop_strings, ...); what is not given comes from the model's generation_config. Without any length limit the reply
         runs to its end-of-sequence token or the model's context.

@@ -64,8 +64,8 @@ class Turn:
 class Scheduler:
     """Runs texts on ``target``. ``name``: of the model, for messages. ``cost``, where given, spares measuring it.
 
-    Any thread may call it: `lock` is held during a round, and by everybody else who computes on the target. A text takes part in
-    a round once the step before has been taken off `specdec.sequence.Sequence.steps`, so nothing runs ahead of its reader.
+    Any thread may call it: `lock` is held during a round, and by everybody else who computes on the target. A text takes part
+    in a round once the step before has been taken off `specdec.sequence.Sequence.steps`, so nothing runs ahead of its reader.
     """
 
     def __init__(
@@ -149,23 +149,23 @@ class Scheduler:
     def _propose(self) -> list[Turn]:
         """What each text that is ready puts into the pass: a tree, or a chunk of its prompt."""
         turns = [Turn(sequence, TokenTree.root(sequence.root)) for sequence in self.sequences if not sequence.steps]
+        turns = [turn for turn in self._each(turns, self._admit) if turn.sequence.begun is not None]
         if not turns:
             return []
-        cost = self.cost  # measured, where it is not yet, before the first prompt is read
-        turns = [turn for turn in self._each(turns, self._admit) if turn.sequence.begun is not None]
         readers = [turn for turn in turns if turn.sequence.unread]
         drafts = [turn for turn in turns if not turn.sequence.unread]
         drafts = self._each(drafts, lambda turn: self._draft(turn, len(drafts)))
-        self._share_width(drafts, cost)
-        self._take_chunks(readers, sum(len(turn.tree) for turn in drafts), cost)
+        self._share_width(drafts)
+        self._take_chunks(readers, sum(len(turn.tree) for turn in drafts))
         return drafts + readers
 
     def _admit(self, turn: Turn) -> None:
-        """Let the reading of a prompt begin, from what is cached of it; a reply that is cancelled before its first step has none."""
+        """Let the reading of a prompt begin, from what is cached of it; what is cancelled by then has no step."""
         sequence = turn.sequence
         if sequence.passes == 0 and sequence.request.cancelled():
             raise Cancelled
         if sequence.begun is None and not self._is_read_by_another(sequence):
+            _ = self.cost  # measured, where it is not yet, before the first prompt is read
             sequence.begun = time.perf_counter()
             sequence.reused = self.prefixes.begin(sequence.chat.text, sequence.request.prompt.token_ids[:-1])
             if not sequence.unread:
@@ -207,25 +207,25 @@ class Scheduler:
             if len(turn.tree) == 1:
                 turn.note = "draft inactive: nothing seen so far tells what may follow"
 
-    def _share_width(self, turns: Sequence[Turn], cost: PassCost) -> None:
+    def _share_width(self, turns: Sequence[Turn]) -> None:
         """Cut the trees whose budget is open to what pays: the nodes of all texts compete by their probability."""
-        open_turns = [
-            turn
-            for turn in turns
-            if turn.sequence.request.budget == "auto" and len(turn.tree) > 1 and turn.tree.scores is not None
-        ]
-        others = [turn.tree for turn in turns if all(turn is not other for other in open_turns)]
-        known = sum(1.0 if tree.scores is None else float(tree.scores.sum()) for tree in others)
-        scores = [np.asarray(turn.tree.scores) for turn in open_turns]
-        widths = cost.share(scores, width=sum(map(len, others)), expected=known, sequences=len(turns))
-        for turn, width in zip(open_turns, widths, strict=True):
+        fixed, open_, scores = [], [], []
+        for turn in turns:
+            if turn.sequence.request.budget == "auto" and len(turn.tree) > 1 and turn.tree.scores is not None:
+                open_.append(turn)
+                scores.append(turn.tree.scores)
+            else:
+                fixed.append(turn.tree)
+        expected = sum(1.0 if tree.scores is None else float(tree.scores.sum()) for tree in fixed)
+        widths = self.cost.share(scores, sum(map(len, fixed)), expected, len(turns))
+        for turn, width in zip(open_, widths, strict=True):
             turn.tree = turn.tree.prefix(width)
             if width == 1:
                 turn.note = "draft inactive: no candidate is worth its cost in this pass"
 
-    def _take_chunks(self, turns: Sequence[Turn], width: int, cost: PassCost) -> None:
+    def _take_chunks(self, turns: Sequence[Turn], width: int) -> None:
         """The next part of each prompt: as much as a pass over ``width`` nodes takes along without becoming too slow."""
-        limit = PREFILL_CHUNK if width == 0 else min(PREFILL_CHUNK, max(LEAST_CHUNK, cost.guests(width, SLOWDOWN)))
+        limit = PREFILL_CHUNK if width == 0 else min(PREFILL_CHUNK, max(LEAST_CHUNK, self.cost.guests(width, SLOWDOWN)))
         for turn in turns:
             turn.reads = True
             turn.tree = TokenTree.chain(turn.sequence.unread[: max(limit // len(turns), 1)])

@@ -16,7 +16,7 @@ FinishReason = Literal["eos", "stop_string", "stopping_criteria", "length", "con
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Wall-clock seconds of the parts of a pass, the same for all texts in it. ``prefill`` is that of the reply, in its first step.
+    """Wall-clock seconds of the parts of a pass, the same for all texts in it; ``prefill``: of a reply, in its first step.
 
     What only a watcher asks for (`Step.target`) is computed after the step and is part of none, but where all choices are drawn
     at once on the device: there it comes with them, in ``verify``.

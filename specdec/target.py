@@ -249,19 +249,17 @@ class TargetModel:
         return BatchWriter(self, max_length, top_k)
 
     def measure_cost(self, context: int = 256, repeats: int = 4) -> PassCost:
-        """Time passes of every width in `WIDTHS` behind ``context`` tokens, and one over `COMPANY` texts: the fastest of ``repeats``.
+        """Time passes of every width in `WIDTHS` behind ``context`` tokens, and one over `COMPANY` texts: the fastest of some.
 
-        The fastest, for a page that is opened meanwhile slows some of them, and the curve's shape must not suffer from it; widths
-        are interleaved. Where passes are padded to some widths, the others cost what the padded ones do.
+        They are interleaved, ``repeats`` times. The fastest counts, for a page that is opened meanwhile slows some of them, and
+        the curve's shape must not suffer from it. Where passes are padded to some widths, the others cost what the padded ones do.
         """
         context = min(context, self.context_limit // 2)
         known = WIDTHS if self._static is None else BUCKETS
         passes = {width: (1, width) for width in known if context + width <= self.context_limit}
         passes[0] = (COMPANY, _COMPANY_WIDTH)
-        caches = [self.new_cache() for _ in range(COMPANY)]
-        self.prefill(caches[0], [token % self.vocab_size for token in range(context)])
-        for cache in caches[1:]:
-            cache.copy(caches[0], context)
+        cache = self.new_cache()
+        self.prefill(cache, [token % self.vocab_size for token in range(context)])
         seconds = dict.fromkeys(passes, math.inf)
         for repeat in range(repeats + 1):
             for turn, (width, (texts, nodes)) in enumerate(passes.items()):
@@ -270,7 +268,7 @@ class TargetModel:
                     self.progress(f"measuring what a pass costs on {self.device}", share)
                 tree = TokenTree.chain([token % self.vocab_size for token in range(nodes)])
                 start = time.perf_counter()
-                argmax(self.run([Span(cache, tree) for cache in caches[:texts]])[-1])
+                argmax(self.run([Span(cache, tree)] * texts)[-1])  # in one scratch: what they say means nothing
                 if repeat:  # the first round warms up
                     seconds[width] = min(seconds[width], time.perf_counter() - start)
         company = seconds.pop(0)
@@ -364,7 +362,7 @@ class TargetModel:
 
     @torch.inference_mode()
     def _packs_exactly(self) -> bool:
-        """Whether a pass over two texts says what a pass over each says: not if the model attends without asking transformers."""
+        """Whether a pass over two texts says what one over each says: not where attention does not ask transformers."""
         spans = [self._sample(6), self._sample(3)]
         alone = torch.cat([self._run([span])[0] for span in spans])
         together = torch.cat(self._run(spans))

@@ -17,7 +17,7 @@ import torch
 from browser import served
 from gradio_client import Client
 from gradio_client.exceptions import AppError
-from toys import ARCHITECTURES, replay_passes, tiny_engine, tiny_model, tokenizer
+from toys import ARCHITECTURES, count_what_is_read, replay_passes, tiny_engine, tiny_model, tokenizer
 
 from specdec.audit import Audit
 from specdec.cost import PassCost
@@ -107,14 +107,7 @@ def test_the_second_turn_reads_only_what_is_new(handlers: ChatHandlers, monkeypa
     chat = handlers.tabs.chat("tab")
     assert chat.finished is not None
     known = len(chat.finished.prompt.token_ids)
-    read: list[int] = []
-    prefill = handlers.engine.target.prefill
-
-    def counted(cache: Any, token_ids: Any, *rest: Any) -> Any:
-        read.append(len(token_ids))
-        return prefill(cache, token_ids, *rest)
-
-    monkeypatch.setattr(handlers.engine.target, "prefill", counted)
+    read = count_what_is_read(monkeypatch)
     send(handlers, SECOND)
     assert chat.finished is not None
     assert 0 < sum(read) < len(chat.finished.prompt.token_ids) - known, "a random reply may read back as other tokens"
@@ -373,7 +366,7 @@ def test_an_engine_error_is_one_line_in_the_chat_and_the_chat_goes_on(
     handlers: ChatHandlers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(handlers.engine.target, "verify", broken)
+        patch.setattr(handlers.engine.target, "run", broken)
         frames = send(handlers, QUESTION)
     reply = handlers.tabs.chat("tab").messages[1]
     assert reply.state == "failed"

@@ -15,7 +15,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import ARCHITECTURES, CONTEXT, EOS, PATHS, VOCAB, OracleSpeculator, replay_passes, tiny_engine, tiny_model, tokenizer
+from toys import (
+    ARCHITECTURES,
+    CONTEXT,
+    EOS,
+    PATHS,
+    VOCAB,
+    OracleSpeculator,
+    count_what_is_read,
+    replay_passes,
+    tiny_engine,
+    tiny_model,
+    tokenizer,
+)
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from specdec.accept import Verdict
@@ -48,19 +60,6 @@ def oracle(engine: SpeculativeEngine, future: list[int], seed: int = 1, honesty:
     chat = engine.conversation()
     chat.speculator = OracleSpeculator(future, seed, honesty)
     return chat
-
-
-def count_what_is_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by the tokens of every chunk of a prompt that is read from now on."""
-    counts: list[int] = []
-    read = Sequence.read
-
-    def counting(sequence: Sequence, chunk: TokenTree, logits: torch.Tensor) -> None:
-        counts.append(len(chunk))
-        read(sequence, chunk, logits)
-
-    monkeypatch.setattr(Sequence, "read", counting)
-    return counts
 
 
 def transformers_greedy(engine: SpeculativeEngine, prompt: list[int], **arguments: Any) -> list[int]:

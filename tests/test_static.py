@@ -152,10 +152,10 @@ def test_no_cache_is_copied_while_one_conversation_is_decoded(monkeypatch: pytes
     engine, copies = replayed(), 0
     take = Slab.take
 
-    def counted(mine: Slab, theirs: Slab) -> None:
+    def counted(mine: Slab, theirs: Slab, length: int) -> None:
         nonlocal copies
         copies += 1
-        take(mine, theirs)
+        take(mine, theirs, length)
 
     monkeypatch.setattr(Slab, "take", counted)
     chats = [engine.conversation(), engine.conversation()]
@@ -181,7 +181,7 @@ def test_a_pass_is_recorded_once_per_width_and_length_and_only_replayed_from_the
     monkeypatch.setattr(engine.model, "forward", counted)
     steps = list(engine.stream(PROMPT, max_new_tokens=30, budget=7, conversation=oracle(engine, list(range(20, 50)))))
     assert len(steps) > 10
-    assert forwards == 1, "the prefill alone"
+    assert forwards == 0, "a short prompt, too, is read in fixed shapes"
 
 
 def test_a_pass_that_was_captured_first_says_nothing_of_what_passes_cost(
@@ -198,10 +198,10 @@ def test_a_pass_that_was_captured_first_says_nothing_of_what_passes_cost(
         recorded += 1
         return record(width, length)
 
-    def counted(cost: PassCost, width: int, seconds: float) -> None:
+    def counted(cost: PassCost, width: int, seconds: float, sequences: int) -> None:
         nonlocal observed
         observed += 1
-        observe(cost, width, seconds)
+        observe(cost, width, seconds, sequences)
 
     monkeypatch.setattr(static, "_captured", recording)
     monkeypatch.setattr(PassCost, "observe", counted)
@@ -241,7 +241,7 @@ def test_who_waits_is_told_of_each_capture_and_of_each_width_that_is_measured_fi
     assert captures == [f"capturing the target pass of width {width} over {CONTEXT + PADDING} positions" for width in BUCKETS]
     shares = [share for text, share in told if text == "measuring what a pass costs on cpu" and share is not None]
     assert shares == sorted(set(shares))
-    assert len(shares) == len(BUCKETS) + 2
+    assert len(shares) == len(BUCKETS) + 3, "each width and one with company first, then two rounds"
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -479,10 +479,10 @@ def test_law_6_a_conversation_that_is_streaming_gives_nothing_up(
     expected = ids(list(tiny_engine().stream(PROMPT, **arguments)))
     room, chat = limit_memory(monkeypatch, 10_000), engine.conversation()
     stream = engine.stream(PROMPT, conversation=chat, **arguments)
-    first, held, room[0] = next(stream), chat.cache.length, 300
+    first, held, room[0] = next(stream), chat.cache.length, 200
     with pytest.raises(MemoryFullError):
         list(engine.stream(PROMPT, max_new_tokens=140, eos_token_id=VOCAB))
-    assert chat.cache.length == len(chat.token_ids) == held > 0
+    assert chat.cache.length == len(chat.token_ids) >= held > 0
     room[0] = 10_000
     assert ids([first, *stream]) == expected
 

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +28,7 @@ from transformers import (
 )
 
 from specdec.engine import SpeculativeEngine
+from specdec.sequence import Sequence as Running
 from specdec.speculators import Proposal, TopK
 from specdec.static import StaticPass
 from specdec.target import TargetModel
@@ -142,6 +144,19 @@ class Recording(TorchDispatchMode):
             for then, now in zip(tree_flatten(result)[0], tree_flatten(again)[0], strict=True):
                 if isinstance(then, torch.Tensor):
                     made[id(then)] = now
+
+
+def count_what_is_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by the tokens of every chunk of a prompt that is read from now on."""
+    counts: list[int] = []
+    read = Running.read
+
+    def counting(sequence: Running, chunk: TokenTree, logits: torch.Tensor) -> None:
+        counts.append(len(chunk))
+        read(sequence, chunk, logits)
+
+    monkeypatch.setattr(Running, "read", counting)
+    return counts
 
 
 class OracleSpeculator:

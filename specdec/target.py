@@ -228,7 +228,7 @@ class TargetModel:
                 no_mask = torch.zeros(1, 1, 1, 1, dtype=self.model.dtype, device=self.device)  # else one would be made
                 logits = self._forward(token_ids, cache, positions, no_mask, self._rows(sizes, wanted))
         rows = logits[0] if any(wanted) else logits[0, :0]
-        return list(rows.float().split(wanted))
+        return list(rows.float().split_with_sizes(wanted))
 
     @staticmethod
     def _rows(sizes: Sequence[int], wanted: Sequence[int]) -> Tensor | int:
@@ -252,7 +252,7 @@ class TargetModel:
         """Time passes of every width in `WIDTHS` behind ``context`` tokens, and one over `COMPANY` texts: the fastest of some.
 
         They are interleaved, ``repeats`` times. The fastest counts, for a page that is opened meanwhile slows some of them, and
-        the curve's shape must not suffer from it. Where passes are padded to some widths, the others cost what the padded ones do.
+        the curve's shape must not suffer from it. Where passes are padded to some widths, others cost what the padded do.
         """
         context = min(context, self.context_limit // 2)
         known = WIDTHS if self._static is None else BUCKETS

@@ -109,6 +109,7 @@ def failing(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 def test_one_forward_verifies_all_texts_and_a_prompt_is_read_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer())
     assert engine.target.packs
+    monkeypatch.setattr(engine.target, "measure_cost", lambda: PassCost({1: 1.0, 64: 3.0}))
     sequences = [submit(engine, prompt, max_new_tokens=60, eos_token_id=VOCAB) for prompt in PROMPTS[:3]]
     for _ in range(2):
         engine.scheduler.step()

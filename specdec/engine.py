@@ -133,10 +133,16 @@ class SpeculativeEngine:
         streaming raises ConversationBusyError at the first step; MemoryFullError where the device has no memory left;
         NotANumberError where the model's logits are NaN.
         """
+        request = self.request(prompt, conversation, **arguments)
+        return self._follow(request, conversation or self.conversation())
+
+    def request(
+        self, prompt: str | Sequence[Message] | Sequence[int] | Prompt, conversation: Conversation | None, **arguments: Any
+    ) -> Request:
+        """What `stream` is asked for, checked: for `specdec.scheduler.Scheduler.submit`. Raises RequestError, PromptError."""
         if conversation is not None and getattr(conversation, "target", None) is not self.target:
             raise RequestError("this conversation is of another engine: pass what conversation() of this one makes, or none")
-        request = resolve(self.model, self.tokenizer, self.target.context_limit, prompt, **arguments)
-        return self._follow(request, conversation or self.conversation())
+        return resolve(self.model, self.tokenizer, self.target.context_limit, prompt, **arguments)
 
     def _follow(self, request: Request, chat: Conversation) -> Iterator[Step]:
         yield from self.scheduler.follow(self.scheduler.submit(request, chat))

@@ -272,7 +272,7 @@ class SpeculativeEngine:
 
         reading = self.with_room(verified)
         accepting = time.perf_counter()
-        verdict = accept(tree, reading.choose)
+        verdict = accept(tree, reading.choose, request.eos_token_ids)
         if verdict.next_token == NO_TOKEN:
             dtype = dtype_name(self.model.dtype)
             remedy = "get its weights again, or choose another --model" if dtype == "float32" else "use --dtype float32"

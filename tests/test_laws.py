@@ -229,6 +229,27 @@ def test_law_5_every_stop_holds_in_the_middle_of_an_accepted_path(cut: int) -> N
         assert chat.cache.length == len(chat.token_ids)
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_law_5_no_processor_sees_a_text_behind_an_end_token(sampled: bool, path: str) -> None:
+    engine = tiny_engine(path=path)
+    arguments: dict[str, Any] = {"max_new_tokens": 40, "do_sample": sampled}
+    end = ids(list(engine.stream(PROMPT, decoding="plain", **arguments)))[25]
+    first = len(tokenizer()(PROMPT)["input_ids"])
+
+    def matcher(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        assert end not in input_ids[0, first:].tolist(), "the text has ended"
+        return scores
+
+    arguments |= {"eos_token_id": end, "logits_processor": LogitsProcessorList([matcher])}
+    plain = ids(list(engine.stream(PROMPT, decoding="plain", **arguments)))
+    assert plain[-1] == end
+    steps = list(engine.stream(PROMPT, conversation=oracle(engine, plain, honesty=1.0), budget=40, **arguments))
+    assert ids(steps) == plain
+    assert steps[-1].finish_reason == "eos"
+    assert steps[-1].tree.token_ids[steps[-1].verdict.path[-1]] == end, "the end was drafted and accepted"
+
+
 @pytest.mark.parametrize("decoding", DECODINGS)
 def test_law_5_a_stop_string_across_token_borders_ends_the_text_with_it(decoding: str) -> None:
     engine = tiny_engine()

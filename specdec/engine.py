@@ -32,6 +32,7 @@ from specdec.speculators import Proposal, Speculator
 from specdec.speculators.hybrid import HybridSpeculator, warm_up
 from specdec.speculators.memory import Memory
 from specdec.step import Step, Timings
+from specdec.streamer import heard
 from specdec.study import ROUNDS, load_vocabulary, study
 from specdec.target import Cancelled, TargetModel
 from specdec.text import SpecialText, special_texts, token_texts
@@ -212,7 +213,7 @@ class SpeculativeEngine:
         pay for themselves by the measured pass cost). ``seed`` keys the noise when ``do_sample``. ``presence_penalty``,
         ``logits_processor`` and ``stopping_criteria`` (each holds at every emitted token). ``details``: compute Step.target.
         ``cancelled``: a callable polled once a step and between prefill chunks. Everything else is an argument of
-        transformers' generate (max_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty,
+        transformers' generate (streamer, max_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty,
         stop_strings, ...); what is not given comes from the model's generation_config. Without any length limit the reply
         runs to its end-of-sequence token or the model's context.
 
@@ -223,7 +224,7 @@ class SpeculativeEngine:
         if conversation is not None and getattr(conversation, "target", None) is not self.target:
             raise RequestError("this conversation is of another engine: pass what conversation() of this one makes, or none")
         request = resolve(self.model, self.tokenizer, self.target.context_limit, prompt, **arguments)
-        return self._decode(request, conversation or self.conversation())
+        return heard(self._decode(request, conversation or self.conversation()), request)
 
     def _decode(self, request: Request, chat: Conversation) -> Iterator[Step]:
         with ExitStack() as stack:

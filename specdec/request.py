@@ -91,6 +91,7 @@ _KINDS = {
     "presence_penalty": _number(Real, "a number"),
     "cancelled": _Kind(callable, "a function"),
     "generation_config": _Kind(lambda value: isinstance(value, GenerationConfig), "a GenerationConfig of transformers"),
+    "streamer": _Kind(lambda value: hasattr(value, "put") and hasattr(value, "end"), "a streamer of transformers"),
     "do_sample": _Kind(lambda value: isinstance(value, bool), "True or False"),
     "stop_strings": _some(str, "a text or a list of texts"),
     "eos_token_id": _some(Integral | torch.Tensor, "a token id or a list of them"),
@@ -125,6 +126,8 @@ class Request:
     stopping_criteria: StoppingCriteriaList
     details: bool
     cancelled: Callable[[], bool]
+    streamer: Any
+    """A streamer of transformers, or None."""
 
 
 def resolve(
@@ -142,6 +145,7 @@ def resolve(
     logits_processor: LogitsProcessorList | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
     generation_config: GenerationConfig | None = None,
+    streamer: Any = None,
     **generation: Any,
 ) -> Request:
     """Check the arguments of `SpeculativeEngine.stream`. Raises RequestError or PromptError."""
@@ -151,6 +155,7 @@ def resolve(
         "logits_processor": logits_processor,
         "stopping_criteria": stopping_criteria,
         "generation_config": generation_config,
+        "streamer": streamer,
         **getattr(generation_config, "__dict__", {}),
         **generation,
     }
@@ -213,6 +218,7 @@ def resolve(
         stopping_criteria=criteria,
         details=details,
         cancelled=cancelled,
+        streamer=streamer,
     )
 
 

@@ -16,7 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import ARCHITECTURES, CONTEXT, EOS, PATHS, VOCAB, OracleSpeculator, replay_passes, tiny_engine, tiny_model, tokenizer
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
+from transformers.generation.streamers import BaseStreamer
 
 from specdec.accept import Verdict
 from specdec.engine import Conversation, ConversationBusyError, SpeculativeEngine
@@ -459,3 +460,37 @@ def test_a_second_turn_prefills_only_what_is_new(monkeypatch: pytest.MonkeyPatch
     assert fed[0] < prompt // 2
     list(engine.stream(messages, conversation=chat, max_new_tokens=5))
     assert fed[1] == 0, "regenerating rewinds; nothing is computed twice"
+
+
+@pytest.mark.parametrize("decoding", DECODINGS)
+def test_a_streamer_hears_what_it_would_hear_of_generate(decoding: str) -> None:
+    class Heard(BaseStreamer):
+        def __init__(self) -> None:
+            self.told: list[Any] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.told.append(value.tolist())
+
+        def end(self) -> None:
+            self.told.append("end")
+
+    engine, theirs, ours, stopped = tiny_engine(), Heard(), Heard(), Heard()
+    transformers_greedy(engine, tokenizer()(PROMPT)["input_ids"], max_new_tokens=20, streamer=theirs)
+    text = engine.generate(PROMPT, max_new_tokens=20, decoding=decoding, streamer=ours)
+    assert ours.told == theirs.told
+    assert len(ours.told) == 22
+    stream = engine.stream(PROMPT, max_new_tokens=20, decoding=decoding, streamer=stopped)
+    next(stream)
+    stream.close()
+    assert stopped.told[-1] == "end"
+    printed = TextIteratorStreamer(tokenizer(), skip_prompt=True)
+    engine.generate(PROMPT, max_new_tokens=20, decoding=decoding, streamer=printed)
+    assert "".join(printed) == text
+
+
+def test_a_streamers_end_comes_even_where_a_reply_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, printed = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer()), TextIteratorStreamer(tokenizer())
+    monkeypatch.setattr(engine.target, "verify", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.generate(PROMPT, streamer=printed)
+    assert "".join(printed) == PROMPT

@@ -373,6 +373,7 @@ def test_a_model_without_a_chat_template_is_named() -> None:
         ({"stop_strings": 5}, "stop_strings=5"),
         ({"stop_strings": [5]}, r"stop_strings=\[5\]"),
         ({"eos_token_id": "x"}, "eos_token_id='x'"),
+        ({"streamer": print}, "streamer=.*a streamer of transformers"),
         ({"watermarking_config": 5}, "int"),
         ({"conversation": 5}, "conversation"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),

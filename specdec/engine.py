@@ -13,17 +13,19 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import count
+from os import PathLike
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from specdec.accept import accept
 from specdec.cache import TreeCache
 from specdec.cost import PassCost
 from specdec.devices import dtype_name, give_back_memory
 from specdec.errors import LoadError, NotANumberError, is_out_of_memory
-from specdec.loading import load, out_of_memory
+from specdec.loading import load, out_of_memory, unwrapped
 from specdec.prompt import Message, Prompt
 from specdec.reply import Reading, Reply
 from specdec.request import MAX_BUDGET, Request, RequestError, resolve
@@ -107,9 +109,10 @@ class Conversation:
 class SpeculativeEngine:
     """A target model with a speculator in front of it.
 
-    ``model``: a hub id, a local folder, a ``.gguf`` file, or a loaded model (then with its ``tokenizer``); None: the
-    embedded default. Other keyword arguments go to `specdec.loading.load`. ``memory``: what outlives a conversation; None
-    (default) remembers nothing. ``speculator``: makes the speculator of each new conversation, instead of the default one.
+    ``model``: a hub id, a local folder, a ``.gguf`` file, or a loaded model (then with its ``tokenizer``), wrapped or not (see
+    `specdec.loading.unwrapped`); None: the embedded default. Other keyword arguments go to `specdec.loading.load`.
+    ``memory``: what outlives a conversation; None (default) remembers nothing. ``speculator``: makes the speculator of each
+    new conversation, instead of the default one.
     ``static``: see `specdec.target.TargetModel`.
 
     Raises LoadError or UnsupportedModelError, each with one line that names the culprit and the remedy.
@@ -117,7 +120,7 @@ class SpeculativeEngine:
 
     def __init__(
         self,
-        model: str | PreTrainedModel | None = None,
+        model: str | PathLike[str] | nn.Module | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         memory: Memory | None = None,
@@ -125,7 +128,8 @@ class SpeculativeEngine:
         static: bool | None = None,
         **loading: Any,
     ) -> None:
-        if isinstance(model, PreTrainedModel):
+        if isinstance(model, nn.Module):
+            model = unwrapped(model)
             if tokenizer is None:
                 raise TypeError("a loaded model needs its tokenizer: SpeculativeEngine(model, tokenizer)")
             if idle := sorted(loading.keys() - {"progress"}):

@@ -99,8 +99,8 @@ def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
 
     whole = rendered(0)
     if len(whole.token_ids) <= room or len(rest) <= 1:
-        return Prompt(whole.token_ids, 0, template.ends, whole.opened)
+        return Prompt(whole.token_ids, ends=template.ends, opened=whole.opened)
     starts = [*(i for i, message in enumerate(rest) if i > 0 and message["role"] == "user"), len(rest) - 1]
     fits = bisect_left(starts, True, hi=len(starts) - 1, key=lambda start: len(rendered(start).token_ids) <= room)
     kept = rendered(starts[fits])
-    return Prompt(kept.token_ids, starts[fits], template.ends, kept.opened)
+    return Prompt(kept.token_ids, trimmed=starts[fits], ends=template.ends, opened=kept.opened)

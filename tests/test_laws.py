@@ -15,6 +15,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 from toys import ARCHITECTURES, CONTEXT, EOS, PATHS, VOCAB, OracleSpeculator, replay_passes, tiny_engine, tiny_model, tokenizer
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
@@ -355,6 +357,44 @@ def test_law_6_weights_that_changed_are_read_anew(path: str) -> None:
         assert after != before
         assert ids(list(engine.stream(PROMPT, conversation=chat, max_new_tokens=20))) == after
         before = after
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_law_6_adapters_that_were_switched_are_read_anew(path: str) -> None:
+    def lora(seed: int) -> LoraConfig:
+        torch.manual_seed(seed)
+        return LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+
+    model = get_peft_model(tiny_model(ARCHITECTURES["llama"]), lora(1), "one")
+    model.add_adapter("two", lora(2))
+    model.set_adapter("two")
+    engine = SpeculativeEngine(model.eval(), tokenizer(), static=path == "replayed")
+    if path == "replayed":
+        replay_passes(engine.target)
+    chat, prompt = engine.conversation(), tokenizer()(PROMPT)["input_ids"]
+
+    def scale() -> None:
+        for module in model.modules():
+            if isinstance(module, LoraLayer):
+                module.set_scale("two", 0.25)
+
+    seen = []
+    switches = [
+        lambda: None,
+        model.disable_adapter_layers,
+        model.enable_adapter_layers,
+        lambda: model.set_adapter("one"),
+        scale,
+    ]
+    for switch in [*switches, lambda: model.set_adapter("two")]:
+        switch()
+        reply = ids(list(engine.stream(prompt, conversation=chat, max_new_tokens=20)))
+        assert reply == ids(list(engine.stream(prompt, max_new_tokens=20)))
+        assert reply == transformers_greedy(engine, prompt, max_new_tokens=20)
+        seen.append(reply)
+    with_two, without, with_two_again, with_one, with_one_still, with_two_scaled = map(tuple, seen)
+    assert (with_two, with_one) == (with_two_again, with_one_still)
+    assert len({with_two, without, with_one, with_two_scaled}) == 4
 
 
 def test_a_conversation_of_another_engine_is_refused() -> None:

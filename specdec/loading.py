@@ -41,6 +41,7 @@ from transformers import (
 from specdec.devices import DeviceMap, choose_device, choose_dtype, place_weights
 from specdec.embedded import EMBEDDED_NAME, Progress, embedded_folder, reporting_bar
 from specdec.errors import LoadError, first_line, is_out_of_memory
+from specdec.gguf_file import GgufFile
 
 __all__ = ["CUDA_DEFAULT", "LoadError", "LoadedModel", "load"]
 
@@ -222,8 +223,13 @@ def _read(source: _Source, device: torch.device, dtype: torch.dtype, trust_remot
     with _one_line(source):
         config = AutoConfig.from_pretrained(source.location, **options)
         _check_causal(config, source, trust_remote_code)
+        file = GgufFile(source.gguf) if source.gguf else None
+        if file:
+            file.settle(config)
         with torch.device("meta"):
             skeleton = auto.from_config(config, trust_remote_code=trust_remote_code)
+        if file:
+            file.check_weights(skeleton)
         place: DeviceMap = {"": device}
         if getattr(config, "quantization_config", None) is None:
             place = place_weights(str(source), sum(weight.numel() for weight in skeleton.parameters()), dtype, device)
@@ -250,6 +256,8 @@ def _read(source: _Source, device: torch.device, dtype: torch.dtype, trust_remot
                 f"{source} does not fit on the GPUs, a part of it would lie elsewhere: choose a smaller --model or another "
                 "--device."
             )
+        if file:
+            file.scale_positions(model)
     return LoadedModel(model.eval().requires_grad_(False), tokenizer, source.name)
 
 

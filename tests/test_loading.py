@@ -15,10 +15,10 @@ from hashlib import file_digest
 from importlib.util import find_spec
 from pathlib import Path
 
-import gguf
 import pytest
 import torch
 from accelerate import dispatch_model
+from ggufs import WORDS, write_gguf
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from toys import ARCHITECTURES, tiny_engine, tiny_model, tokenizer
 from transformers import (
@@ -42,7 +42,6 @@ from specdec.loading import LoadedModel, LoadError, load
 from specdec.target import TargetModel, UnsupportedModelError
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
-WORDS = ["<unk>", "<s>", "</s>", *map(chr, range(ord("a"), ord("z") + 1)), "ab", "cd", "abcd"]
 
 
 @pytest.fixture(scope="module")
@@ -71,39 +70,7 @@ def tiny() -> LlamaForCausalLM:
 def tiny_gguf(tiny: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model as llama.cpp would write it, its largest weights in blocks of 8 bits."""
     file = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
-    config = tiny.config
-    writer = gguf.GGUFWriter(file, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(WORDS)
-    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(WORDS) - 3))
-    writer.add_token_merges(["a b", "c d", "ab cd"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, weight in tiny.state_dict().items():
-        stem, suffix = name.rsplit(".", 1)
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(stem.rsplit(".", 1)[-1])
-        if heads:  # llama.cpp keeps the two halves of a rotary pair side by side
-            weight = weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
-        data, kind = weight.numpy(), gguf.GGMLQuantizationType.F32
-        if "mlp" in name:
-            kind = gguf.GGMLQuantizationType.Q8_0
-            data = gguf.quants.quantize(data, kind)
-        writer.add_tensor(f"{names.get_name(stem)}.{suffix}", data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
+    return write_gguf(file, tiny, settings=lambda writer: writer.add_rope_freq_base(10000.0), quantised="mlp")
 
 
 @pytest.fixture

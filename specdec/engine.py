@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.accept import accept
 from specdec.cache import TreeCache
@@ -129,12 +129,12 @@ class SpeculativeEngine:
         **loading: Any,
     ) -> None:
         if isinstance(model, nn.Module):
-            model = unwrapped(model)
             if tokenizer is None:
                 raise TypeError("a loaded model needs its tokenizer: SpeculativeEngine(model, tokenizer)")
             if idle := sorted(loading.keys() - {"progress"}):
                 raise TypeError(f"{', '.join(idle)} cannot be used with a loaded model: convert and move the model itself")
-            self.model, self.tokenizer, self.name = model, tokenizer, model.name_or_path or type(model).__name__
+            self.model: PreTrainedModel = unwrapped(model)
+            self.tokenizer, self.name = tokenizer, self.model.name_or_path or type(self.model).__name__
         else:
             loaded = load(model, **loading)
             self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name

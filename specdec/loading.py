@@ -105,7 +105,8 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
     What `torch.compile` and data parallelism wrap computes the same without them; an adapter of PEFT that lies inside the
     model's own layers comes along. Raises LoadError, by name, for every other wrapper, and for a model that lies on disk.
     """
-    name, inner = type(model).__name__, model
+    name = type(model).__name__
+    inner: Any = model
     while not isinstance(inner, PreTrainedModel):
         if isinstance(compiled := getattr(inner, "_orig_mod", None), nn.Module):
             inner = compiled

@@ -105,6 +105,10 @@ class ChatTemplate:
         opened = _OPENED.search(plain[-_LONGEST_OPENED:])
         return Rendered(tuple(token_ids), opened[0] if opened else "")
 
+    def text(self, messages: Sequence[Message]) -> str:
+        """``messages`` as the template writes them, with the beginning of a reply. Raises PromptError where it refuses them."""
+        return self._text(self._adapted(messages))
+
     def _adapted(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """``messages`` as the template takes them."""
         form, adapted = self._form, [dict(message) for message in messages]

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokeni
 from specdec.engine import SpeculativeEngine
 from specdec.prompt import Prompt, PromptError, encode, fair_share
 from specdec.request import NEUTRAL, RequestError, acting_settings, ignored_settings
+from specdec.study import chat_frame
 
 
 def turns(count: int) -> list[dict[str, str]]:
@@ -192,6 +193,14 @@ def test_several_named_templates_without_a_default_are_named() -> None:
         encode(templated({"rag": TEMPLATE, "tool_use": TEMPLATE}), turns(1), 100)
     named = templated({"default": TEMPLATE, "tool_use": "{{ 1 }}"})
     assert encode(named, turns(1), 500).token_ids == encode(tokenizer(), turns(1), 500).token_ids
+
+
+def test_a_template_that_is_studied_is_given_what_it_takes() -> None:
+    frame = chat_frame(tokenizer())
+    assert frame is not None
+    assert chat_frame(templated(LOOP)) == chat_frame(templated(ALTERNATING)) == frame
+    for unusable in (None, {"rag": TEMPLATE, "tool_use": TEMPLATE}, "{{ raise_exception('no') }}"):
+        assert chat_frame(templated(unusable)) is None
 
 
 def test_another_template_set_later_is_tried_anew() -> None:

@@ -262,7 +262,7 @@ class Scheduler:
         if turn.reads:
             return
         sequence = turn.sequence
-        turn.verdict = accept(turn.tree, turn.reading.choose)
+        turn.verdict = accept(turn.tree, turn.reading.choose, sequence.request.eos_token_ids)
         if turn.verdict.next_token == NO_TOKEN:
             dtype = dtype_name(self.target.model.dtype)
             remedy = "get its weights again, or choose another --model" if dtype == "float32" else "use --dtype float32"

@@ -32,15 +32,31 @@ class TopK:
 
 
 @dataclass(frozen=True, slots=True)
-class Proposal:
-    """A tree to verify, and why: ``match_length`` is the length of the longest context match behind it (0: none).
+class DraftRequest:
+    """What one proposal may be.
 
-    ``draft_probs`` is None for deterministic candidates, the only kind so far.
+    ``budget``: the most nodes besides the root. ``branches``: the most children of one node (1: a single path; None: any
+    number). ``depth``: the deepest node, counted from the root (None: any depth). The pass emits the accepted nodes and one
+    token of the target's own, so a node that is as deep as there are tokens left to emit gains nothing.
+    ``ends``: the token ids that end a reply. They are not worth a node either: where the target chooses one, the pass emits it
+    as the target's own token, and nothing follows it.
+    ``worth`` [any length] (`specdec.cost.PassCost.worth`; None: 0): the tree may end before node w if that node scores below
+    ``worth[w]`` times the sum of all scores before it.
     """
+
+    budget: int
+    branches: int | None = None
+    depth: int | None = None
+    ends: frozenset[int] = frozenset()
+    worth: NDArray[np.float64] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A tree to verify, and why: ``match_length`` is the length of the longest context match behind it (0: none)."""
 
     tree: TokenTree
     match_length: int = 0
-    draft_probs: NDArray[np.float32] | None = None
 
 
 class Speculator(Protocol):
@@ -54,11 +70,8 @@ class Speculator(Protocol):
         ``top``, where given, is what the target says after the positions from ``start`` on.
         """
 
-    def propose(self, budget: int, branches: int | None = None, worth: NDArray[np.float64] | None = None) -> Proposal:
-        """At most ``budget`` nodes besides the root; ``branches=1`` gives the best single path.
-
-        ``worth`` (`specdec.cost.PassCost.worth`), where given, tells where it may end sooner.
-        """
+    def propose(self, request: DraftRequest) -> Proposal:
+        """The most promising tree within ``request``."""
         ...
 
     def observe(self, tree: TokenTree, path: Sequence[int], emitted: Sequence[int], top: TopK | None) -> None:

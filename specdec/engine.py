@@ -28,7 +28,7 @@ from specdec.prompt import Message, Prompt
 from specdec.reply import Reading, Reply
 from specdec.request import MAX_BUDGET, Request, RequestError, resolve
 from specdec.sampling import NO_TOKEN
-from specdec.speculators import Proposal, Speculator
+from specdec.speculators import DraftRequest, Proposal, Speculator
 from specdec.speculators.hybrid import HybridSpeculator, warm_up
 from specdec.speculators.memory import Memory
 from specdec.step import Step, Timings
@@ -335,9 +335,14 @@ class SpeculativeEngine:
             return plain, "draft inactive: only one more token is wanted"
         if budget <= 0:
             return plain, "draft inactive: the node budget is 0"
-        branches = 1 if request.decoding == "linear" else None
-        worth = self.pass_cost.worth if request.budget == "auto" else None
-        proposal = chat.speculator.propose(budget, branches, worth)
+        draft = DraftRequest(
+            budget,
+            branches=1 if request.decoding == "linear" else None,
+            depth=remaining - 1,
+            ends=request.eos_token_ids,
+            worth=self.pass_cost.worth if request.budget == "auto" else None,
+        )
+        proposal = chat.speculator.propose(draft)
         if not proposal.tree.follows(root, budget, self.target.vocab_size):
             return plain, "draft inactive: what the speculator proposed is no tree for this text"
         if len(proposal.tree) == 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from specdec.speculators import DraftRequest, Proposal, Speculator, TopK
+from specdec.speculators import DraftRequest, Proposal, Speculator, TopK, mixer
 from specdec.speculators.evidence import empty_evidence, tally_text
 from specdec.speculators.hybrid import HybridSpeculator
 from specdec.speculators.memory import Memory, Remembered
+from specdec.speculators.mixer import WEIGHTS_SHAPE
 from specdec.speculators.ngram import NGramSpeculator
+from specdec.speculators.storage import load_arrays, save_arrays
 from specdec.speculators.vocabulary import ChatFrame, Vocabulary
 from specdec.tree import TokenTree
 
@@ -371,6 +373,53 @@ class TestVocabulary:
         (tmp_path / "v.npz").write_bytes(b"PK")
         with pytest.raises(ValueError, match=r"v\.npz"):
             Vocabulary.load(tmp_path / "v.npz")
+
+    @pytest.mark.parametrize(
+        ("array", "change"),
+        [
+            ("logits.keys", lambda keys: np.stack([keys, keys], axis=1)),
+            ("logits.keys", lambda keys: keys.astype(np.float64)),
+            ("logits.tokens", lambda tokens: tokens[:, :7]),
+            ("logits.tokens", lambda tokens: tokens * np.nan),
+            ("logits.shares", lambda shares: -shares),
+            ("logits.seen", lambda seen: -seen),
+            ("logits.seen", lambda seen: seen * 1j),
+            ("done", lambda done: -1 - done),
+            ("done", lambda done: np.append(done, 1)),
+        ],
+    )
+    def test_an_array_of_another_shape_or_kind_is_refused(
+        self, tmp_path: Path, array: str, change: Callable[[np.ndarray], np.ndarray]
+    ) -> None:
+        """Compiled code reads the arrays without checking bounds."""
+        table = Vocabulary(keys=16)
+        table.study(np.array([1, 2]), view(2, 0), 0)
+        table.save(tmp_path / "v.npz")
+        arrays = load_arrays(tmp_path / "v.npz")
+        assert Vocabulary.load(tmp_path / "v.npz").logits.clock[0] > 0
+        save_arrays(tmp_path / "v.npz", {**arrays, array: change(arrays[array])})
+        with pytest.raises(ValueError, match=r"v\.npz"):
+            Vocabulary.load(tmp_path / "v.npz")
+
+
+class TestPrior:
+    @pytest.mark.parametrize(
+        "weights",
+        [np.zeros((3, 16), np.float32), np.zeros(WEIGHTS_SHAPE, np.int32), np.full(WEIGHTS_SHAPE, np.nan, np.float32)],
+    )
+    def test_weights_of_another_shape_or_kind_are_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: np.ndarray
+    ) -> None:
+        np.save(tmp_path / "prior.npy", weights)
+        monkeypatch.setattr(mixer, "PRIOR", tmp_path / "prior.npy")
+        with pytest.raises(ValueError, match=r"prior\.npy"):
+            HybridSpeculator()
+
+
+@pytest.mark.parametrize("logprobs", [np.zeros((3, 4), np.float32), np.zeros(3, np.float32)])
+def test_a_view_has_a_log_probability_for_each_token(logprobs: np.ndarray) -> None:
+    with pytest.raises(ValueError, match="logprobs"):
+        TopK(np.zeros((3, 8), np.int32), logprobs)
 
 
 class TestCost:

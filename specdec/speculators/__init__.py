@@ -16,11 +16,15 @@ from specdec.tree import TokenTree
 class TopK:
     """The target's K most probable next tokens after each of N positions, best first.
 
-    ``token_ids`` int32 [N, K], ``logprobs`` float32 [N, K].
+    ``token_ids`` int32 [N, K], ``logprobs`` float32 [N, K]; ValueError where their shapes differ.
     """
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
+
+    def __post_init__(self) -> None:
+        if self.token_ids.ndim != 2 or self.token_ids.shape != self.logprobs.shape:
+            raise ValueError(f"token_ids {self.token_ids.shape} and logprobs {self.logprobs.shape} must both be [N, K]")
 
     @classmethod
     def concatenate(cls, parts: Sequence[TopK]) -> TopK:

@@ -27,7 +27,7 @@ from specdec.request import MAX_BUDGET, Request
 from specdec.sampling import NO_TOKEN
 from specdec.sequence import Reading
 from specdec.sequence import Sequence as Running
-from specdec.speculators import Proposal
+from specdec.speculators import DraftRequest
 from specdec.step import Step, Timings
 from specdec.target import PREFILL_CHUNK, Cancelled, Span, TargetModel
 from specdec.tree import TokenTree
@@ -154,7 +154,7 @@ class Scheduler:
             return []
         readers = [turn for turn in turns if turn.sequence.unread]
         drafts = [turn for turn in turns if not turn.sequence.unread]
-        drafts = self._each(drafts, lambda turn: self._draft(turn, len(drafts)))
+        drafts = self._each(drafts, lambda turn: self._draft(turn, len(drafts) - 1))
         self._share_width(drafts)
         self._take_chunks(readers, sum(len(turn.tree) for turn in drafts))
         return drafts + readers
@@ -185,8 +185,8 @@ class Scheduler:
                 return True
         return False
 
-    def _draft(self, turn: Turn, company: int) -> None:
-        """The tree to verify: within the budget, the context, and the tokens still wanted."""
+    def _draft(self, turn: Turn, others: int) -> None:
+        """The tree to verify beside ``others``: within the budget, the context, and the tokens still wanted."""
         sequence, request, chat = turn.sequence, turn.sequence.request, turn.sequence.chat
         if request.decoding == "plain":
             return
@@ -197,9 +197,15 @@ class Scheduler:
         elif budget <= 0:
             turn.note = "draft inactive: the node budget is 0"
         else:
-            branches = 1 if request.decoding == "linear" else None
-            worth = self.cost.worth if request.budget == "auto" and company == 1 else None
-            proposal: Proposal = chat.speculator.propose(budget, branches, worth)
+            draft = DraftRequest(
+                budget,
+                branches=1 if request.decoding == "linear" else None,
+                depth=sequence.remaining - 1,
+                ends=request.eos_token_ids,
+                worth=self.cost.worth(others) if request.budget == "auto" else None,
+                others=others,
+            )
+            proposal = chat.speculator.propose(draft)
             if not proposal.tree.follows(sequence.root, budget, self.target.vocab_size):
                 turn.note = "draft inactive: what the speculator proposed is no tree for this text"
                 return

@@ -176,7 +176,7 @@ def test_law_3_what_is_no_tree_for_the_text_is_not_verified(how: str, monkeypatc
     plain = ids(list(engine.stream(PROMPT, decoding="plain", max_new_tokens=30)))
     chat = oracle(engine, plain)
     propose = chat.speculator.propose
-    monkeypatch.setattr(chat.speculator, "propose", lambda *arguments: Proposal(mangled(propose(*arguments).tree, how)))
+    monkeypatch.setattr(chat.speculator, "propose", lambda request: Proposal(mangled(propose(request).tree, how)))
     steps = list(engine.stream(PROMPT, conversation=chat, budget=8, max_new_tokens=30))
     assert ids(steps) == plain
     assert {len(step.tree) for step in steps} == {1}

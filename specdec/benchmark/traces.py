@@ -55,7 +55,7 @@ def _figures(
         "tokens": total.tokens,
         "passes": total.passes,
         "tokens_per_pass": total.tokens_per_pass,
-        "expected_tokens_per_pass": 1 + total.expected / total.passes,
+        "expected_tokens_per_pass": total.expected_tokens_per_pass,
         "draft_seconds_per_pass": total.draft_seconds / total.passes,
         "learn_seconds_per_pass": total.learn_seconds / total.passes,
         "by_category": {category: score.tokens_per_pass for category, score in sorted(scores.items())},

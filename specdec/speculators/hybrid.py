@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.speculators import Proposal, TopK
+from specdec.speculators import DraftRequest, Proposal, TopK
 from specdec.speculators.candidates import (
     CONTEXT,
     MEMORY_TEXT,
@@ -92,14 +92,11 @@ class HybridSpeculator:
         if 0 < start + len(ids) == self._size - 1 and len(ids):
             self._previous = ids[-1], probs[-1]
 
-    def propose(self, budget: int, branches: int | None = None, worth: NDArray[np.float64] | None = None) -> Proposal:
-        """The best tree of at most ``budget`` nodes below the root; a node has at most ``branches`` children (1: a chain).
-
-        It ends sooner where no more nodes are ``worth`` their cost.
-        """
+    def propose(self, request: DraftRequest) -> Proposal:
+        """The tree within ``request`` whose path probabilities have the largest sum."""
         if not self._size:
             raise ValueError("nothing to continue: begin() was not given any tokens")
-        nodes = max(budget, 0) + 1
+        nodes = max(request.budget, 0) + 1
         token_ids, parents = np.zeros(nodes, np.int64), np.zeros(nodes, np.int64)
         scores, origins = np.zeros(nodes, np.float32), np.zeros(nodes, np.int8)
         count, match_length = grow(
@@ -107,9 +104,11 @@ class HybridSpeculator:
             self._sources(),
             self._tokens,
             self._size,
-            self.gamma,
-            nodes if branches is None else branches,
-            np.zeros(nodes) if worth is None else worth,
+            self.gamma if request.depth is None else min(self.gamma, request.depth),
+            nodes if request.branches is None else request.branches,
+            np.array(list(request.ends), np.int64),
+            np.zeros(nodes) if request.worth is None else request.worth,
+            request.others,
             token_ids,
             parents,
             scores,
@@ -213,4 +212,4 @@ def warm_up() -> None:
     speculator = HybridSpeculator(memory=Memory(megabytes=1), vocabulary=Vocabulary(keys=1))
     top = TopK(np.zeros((1, TOP_K), np.int32), np.zeros((1, TOP_K), np.float32))
     speculator.begin([0, 0], top, 0)
-    speculator.observe(speculator.propose(1).tree, [0], [0], top)
+    speculator.observe(speculator.propose(DraftRequest(1)).tree, [0], [0], top)

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any, cast
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from specdec.errors import PromptError
 from specdec.template import ChatTemplate, Message, Rendered, flattened
+from specdec.tree import common_length
 
 __all__ = ["Message", "Prompt", "PromptError", "encode", "fair_share"]
 
@@ -28,9 +30,9 @@ class Prompt:
 
     token_ids: tuple[int, ...]
     trimmed: int = 0
+    common: int = 0
     ends: frozenset[int] = frozenset()
     opened: str = ""
-    common: int = 0
 
 
 def fair_share(max_new_tokens: int | None, context: int) -> int:
@@ -99,10 +101,15 @@ def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
     def rendered(start: int) -> Rendered:
         return template.render(system + rest[start:])
 
-    whole = rendered(0)
-    if len(whole.token_ids) <= room or len(rest) <= 1:
-        return Prompt(whole.token_ids, ends=template.ends, opened=whole.opened)
-    starts = [*(i for i, message in enumerate(rest) if i > 0 and message["role"] == "user"), len(rest) - 1]
-    fits = bisect_left(starts, True, hi=len(starts) - 1, key=lambda start: len(rendered(start).token_ids) <= room)
-    kept = rendered(starts[fits])
-    return Prompt(kept.token_ids, trimmed=starts[fits], ends=template.ends, opened=kept.opened)
+    kept, trimmed = rendered(0), 0
+    if len(kept.token_ids) > room and len(rest) > 1:
+        starts = [*(i for i, message in enumerate(rest) if i > 0 and message["role"] == "user"), len(rest) - 1]
+        fits = bisect_left(starts, True, hi=len(starts) - 1, key=lambda start: len(rendered(start).token_ids) <= room)
+        kept, trimmed = rendered(starts[fits]), starts[fits]
+    return Prompt(kept.token_ids, trimmed, _common(template, system, kept.token_ids), template.ends, kept.opened)
+
+
+def _common(template: ChatTemplate, system: list[Message], token_ids: tuple[int, ...]) -> int:
+    """How many of ``token_ids`` come before anything that the user says: what other questions to the same system begin with."""
+    probes = [template.render([*system, {"role": "user", "content": letter}]).token_ids for letter in "ab"]
+    return min(common_length(np.array(token_ids), np.array(probe)) for probe in probes)

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from specdec.accept import Verdict, accept
-from specdec.conversation import LEAST_SHARED, Conversation, ConversationBusyError, Prefixes, common_length
+from specdec.conversation import LEAST_SHARED, Conversation, ConversationBusyError, Prefixes
 from specdec.cost import PassCost
 from specdec.devices import dtype_name, give_back_memory
 from specdec.errors import NotANumberError, first_line, is_out_of_memory
@@ -30,7 +30,7 @@ from specdec.sequence import Sequence as Running
 from specdec.speculators import DraftRequest
 from specdec.step import Step, Timings
 from specdec.target import PREFILL_CHUNK, Cancelled, Span, TargetModel
-from specdec.tree import TokenTree
+from specdec.tree import TokenTree, common_length
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

@@ -135,3 +135,10 @@ class TokenTree:
         for name, array in (("scores", self.scores), ("sources", self.sources)):
             if array is not None and array.shape != (size,):
                 raise ValueError(f"{name} must hold one value per node")
+
+
+def common_length(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
+    """How many tokens two texts share from the start."""
+    shorter = min(len(a), len(b))
+    differs = np.flatnonzero(a[:shorter] != b[:shorter])
+    return int(differs[0]) if len(differs) else shorter

@@ -537,7 +537,7 @@ def test_a_streamer_hears_what_it_would_hear_of_generate(decoding: str) -> None:
 
 def test_a_streamers_end_comes_even_where_a_reply_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, printed = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer()), TextIteratorStreamer(tokenizer())
-    monkeypatch.setattr(engine.target, "verify", lambda *_: 1 / 0)
+    monkeypatch.setattr(engine.target, "run", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.generate(PROMPT, streamer=printed)
     assert "".join(printed) == PROMPT

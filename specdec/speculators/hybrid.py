@@ -21,7 +21,7 @@ from specdec.speculators.growth import grow, learn_verdict, recycle
 from specdec.speculators.memory import Memory
 from specdec.speculators.mixer import prior_weights
 from specdec.speculators.vocabulary import Vocabulary
-from specdec.tree import TokenTree
+from specdec.tree import TokenTree, common_length
 
 CONTEXT_KEYS = 1 << 17  # room for about 14 000 tokens of text; beyond that the stalest keys go
 RECYCLED_KEYS = 1 << 16
@@ -78,7 +78,7 @@ class HybridSpeculator:
         What it shares with the context so far is kept; a context that was rewound or edited is indexed anew.
         """
         new = np.asarray(token_ids, np.int64)
-        shared = _common_length(self._tokens[: self._size], new)
+        shared = common_length(self._tokens[: self._size], new)
         if shared < self._size:
             self._forget()
             self._append(new[:shared], remember=False)
@@ -190,13 +190,6 @@ class HybridSpeculator:
         tally_text(self._context, self._tokens, start, stop, self._orders, 0.0)
         if remember and self.memory is not None:
             tally_text(self.memory.text, self._tokens, start, stop, MEMORY_ORDERS, self.memory.FLOOR)
-
-
-def _common_length(old: NDArray[np.int64], new: NDArray[np.int64]) -> int:
-    """How many tokens two contexts share from the start."""
-    shorter = min(len(old), len(new))
-    differs = np.flatnonzero(old[:shorter] != new[:shorter])
-    return int(differs[0]) if len(differs) else shorter
 
 
 def _readable(top: TopK, rows: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:

@@ -12,6 +12,7 @@ import transformers
 from toys import ARCHITECTURES, tiny_model, tokenizer
 
 import app
+from ui.gate import Listeners
 
 ROOT = Path(app.__file__).parent
 
@@ -100,7 +101,7 @@ def test_an_open_host_says_what_it_exposes(capsys: pytest.CaptureFixture[str], f
 
 
 def test_it_never_shares_and_keeps_no_run_history() -> None:
-    serving = app._serving(app.parser().parse_args([]))
+    serving = app._serving(app.parser().parse_args([]), Listeners())
     assert (serving["share"], serving["run_history"], serving["server_name"]) == (False, False, "127.0.0.1")
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face's ZeroGPU, as its environment tells it. Imports nothing that could initialise CUDA before `spaces` is imported."""
+"""Hugging Face's ZeroGPU, as its environment tells it. Imports nothing: `spaces` must come before whatever initialises CUDA."""
 
 from __future__ import annotations
 

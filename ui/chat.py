@@ -187,9 +187,9 @@ class ChatHandlers:
         decoding: str = "tree",
         budget: str = "auto",
     ) -> Generator[str, None, None]:
-        """Chat with the model: the reply to ``message``, growing. The turns of one client session are one conversation,
-        answered one after the other.
+        """Chat with the model: the reply to ``message``, growing.
 
+        The turns of one client session are one conversation, answered one after the other.
         temperature 0 is greedy. decoding: "tree", "linear" or "plain"; budget: "auto" or a number of nodes.
         """
         try:

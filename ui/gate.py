@@ -20,9 +20,8 @@ from ui.limits import Limits
 
 API = "/gradio_api"
 _UPLOADS = (f"{API}/upload",)
-_CLOSED = tuple(
-    f"{API}/{name}" for name in ("proxy=", "stream/", "deep_link", "process_recording", "vibe-", "undo-vibe", "dev/")
-)
+_UNUSED = ("proxy=", "stream/", "deep_link", "process_recording", "vibe-", "undo-vibe", "dev/")
+_CLOSED = tuple(f"{API}/{name}" for name in _UNUSED)
 """Routes of Gradio's that this page has no use for: they fetch, keep or change something."""
 MAX_UPLOADS = 1 << 30
 """Bytes of uploads that are kept at once."""
@@ -60,7 +59,7 @@ def _stream(scope: Scope) -> str | None:
     """The session or event of which an event stream tells; None for any other request."""
     path: str = scope["path"]
     if path == f"{API}/queue/data":
-        return parse_qs(scope["query_string"].decode("latin-1")).get("session_hash", [None])[0]
+        return "".join(parse_qs(scope["query_string"].decode("latin-1")).get("session_hash", []))
     return path.rsplit("/", 1)[1] if scope["method"] == "GET" and path.startswith(f"{API}/call/") else None
 
 
@@ -88,9 +87,7 @@ def gate(
 
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
-        app.middleware_stack = layered(
-            app.middleware_stack
-        )  # the stack is built; middleware added earlier would stand inside CORS
+        app.middleware_stack = layered(app.middleware_stack)  # built by now; what is added before stands behind Gradio's CORS
         yield
 
     return lifespan

@@ -23,9 +23,9 @@ class LimitError(ValueError):
 class Limits:
     """The most that one visitor may ask for.
 
-    Of a reply: ``prompt_tokens`` read, ``reply_tokens`` written, ``seconds`` once its turn has come. ``pending``: replies, audits
-    and comparisons begun at once. ``chat_characters``: of one chat with all its messages. ``body_bytes``: of one request.
-    ``kept_seconds``: how long a chat that nobody uses is remembered.
+    Of a reply: ``prompt_tokens`` read, ``reply_tokens`` written, ``seconds`` once its turn has come. ``pending``: replies,
+    audits and comparisons begun at once. ``chat_characters``: of one chat with all its messages. ``body_bytes``: of one
+    request. ``kept_seconds``: how long a chat that nobody uses is remembered.
     """
 
     prompt_tokens: int

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from functools import wraps
+from functools import partial, wraps
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -46,7 +46,8 @@ def apart(
         heard = time.monotonic()
         try:
             while True:
-                item = await asyncio.wrap_future(thread.submit(copy_context().run, next, items, _END))
+                step = partial(next, items, _END)
+                item = await asyncio.wrap_future(thread.submit(copy_context().run, step))
                 heard = time.monotonic() if listening() else heard
                 if item is _END or time.monotonic() - heard > UNHEARD:
                     return

@@ -27,10 +27,10 @@ def visitor() -> str | None:
     """
     host: str | None = getattr(getattr(LocalContext.request.get(None), "client", None), "host", None)
     try:
-        wide = host is not None and ip_address(host).version == 6
+        address = ip_address(host or "")
     except ValueError:
         return host
-    return str(ip_network((host, 64), strict=False)) if wide else host
+    return str(ip_network((str(address), 64), strict=False)) if address.version == 6 else host
 
 
 def is_owner(owner: str | None) -> bool:

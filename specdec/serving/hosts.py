@@ -77,11 +77,8 @@ class AllowedHosts:
             page = _ORIGIN.fullmatch(origin)
             if page is None or (page[1].lower() != hosts[0].lower() and not self._hosts.named(page[1])):
                 return f"Requests from {_shown([origin])} are refused: this page answers itself only."
-        if (
-            not origins
-            and "cross-site" in headers(scope, "sec-fetch-site")
-            and "document" not in headers(scope, "sec-fetch-dest")
-        ):
+        elsewhere = "cross-site" in headers(scope, "sec-fetch-site")
+        if elsewhere and not origins and "document" not in headers(scope, "sec-fetch-dest"):  # a link may lead here
             return "Requests from other websites are refused: this page answers itself only."
         return ""
 

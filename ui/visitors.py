@@ -46,6 +46,11 @@ class Pending:
         self._begun: Counter[str | None] = Counter()
         self._lock = threading.Lock()
 
+    @property
+    def total(self) -> int:
+        """The work of all visitors together."""
+        return self._begun.total()
+
     @contextmanager
     def place(self) -> Iterator[None]:
         """Count as work of the present visitor while open. Raises TooManyError if that is one too many."""

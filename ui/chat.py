@@ -18,7 +18,7 @@ import gradio as gr
 from specdec.devices import dtype_name
 from specdec.engine import SpeculativeEngine
 from ui.audits import GOOD, PREFIX, check
-from ui.chats import MAX_MESSAGES, Chat, Message, Tabs, Writing, read_messages
+from ui.chats import MAX_MESSAGES, MAX_TEXT, Chat, Message, Tabs, Writing, read_messages
 from ui.compare import Comparisons
 from ui.errors import explain
 from ui.inert import inert, original
@@ -155,7 +155,7 @@ class ChatHandlers:
     def open(self, data: gr.EventData, request: gr.Request) -> Frame:
         """Show a saved chat that the page hands in."""
         try:
-            chat_id, messages = str(data.id), read_messages(data.messages, 2 * self.replies.limits.chat_characters)
+            chat_id, messages = str(data.id), read_messages(data.messages, min(2 * self.replies.limits.chat_characters, MAX_TEXT))
             if len(chat_id) > _LONGEST_NAME:
                 raise ValueError("no id of a chat")
         except (ValueError, AttributeError):

@@ -27,6 +27,8 @@ MAX_TABS = 256
 MAX_CLOSED = 256
 MAX_MESSAGES = 1000
 """Messages of one chat."""
+MAX_TEXT = 2_000_000
+"""Characters of one chat on one's own machine."""
 
 
 @dataclass(slots=True)
@@ -157,7 +159,7 @@ class Chat:
         return {"id": self.id, "title": self.title(), "messages": [message.to_json() for message in self.messages]}
 
 
-def read_messages(raw: Any, characters: int) -> list[Message]:
+def read_messages(raw: Any, characters: int = MAX_TEXT) -> list[Message]:
     """The messages of a chat as the browser stored it. Raises ValueError for anything else, or more than ``characters``."""
     if not isinstance(raw, list):
         raise ValueError("no list of messages")

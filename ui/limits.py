@@ -32,7 +32,7 @@ class Limits:
     reply_tokens: int
     seconds: float
     pending: int = sys.maxsize
-    chat_characters: int = 2_000_000
+    chat_characters: int = sys.maxsize
     body_bytes: int = sys.maxsize
     kept_seconds: float = math.inf
 

@@ -127,10 +127,12 @@ class Turns:
     def _wait(self, ticket: _Ticket, cancelled: Callable[[], bool], waiting: Callable[[int], None]) -> None:
         told = 0
         with self._moved:
-            while ahead := self._line.index(ticket):
-                if cancelled() or ENDING.is_set():
-                    raise GaveUp
+            while not (cancelled() or ENDING.is_set()):
+                ahead = self._line.index(ticket)
+                if not ahead:
+                    return
                 if ahead != told:
                     told = ahead
                     waiting(ahead)
                 self._moved.wait(_GLANCE)
+            raise GaveUp

@@ -581,7 +581,9 @@ def test_lanes_that_differ_are_told_with_who_agrees_and_how_near_a_tie_it_was(
 ) -> None:
     settings = Settings.read(*VALUES)
     prompt = handlers.replies.fit([{"role": "user", "content": QUESTION}], settings.max_tokens)
-    told = handlers.comparisons._agreement(prompt, list(map(recorded, LANES, said)), settings, Clock(threading.Event(), math.inf))
+    told = handlers.comparisons._agreement(
+        prompt, list(map(recorded, LANES, said)), settings, Clock(threading.Event(), math.inf)
+    )
     margins = handlers.replies.decoder.audit(prompt, tuple(said[0]), settings, lambda: False).margins
     assert (told["same"], told["lanes"]) == (False, agreeing)
     assert [(group["lanes"], group["position"]) for group in told["apart"]] == parting

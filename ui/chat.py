@@ -155,7 +155,10 @@ class ChatHandlers:
     def open(self, data: gr.EventData, request: gr.Request) -> Frame:
         """Show a saved chat that the page hands in."""
         try:
-            chat_id, messages = str(data.id), read_messages(data.messages, min(2 * self.replies.limits.chat_characters, MAX_TEXT))
+            chat_id, messages = (
+                str(data.id),
+                read_messages(data.messages, min(2 * self.replies.limits.chat_characters, MAX_TEXT)),
+            )
             if len(chat_id) > _LONGEST_NAME:
                 raise ValueError("no id of a chat")
         except (ValueError, AttributeError):

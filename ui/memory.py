@@ -96,7 +96,7 @@ class MemorySection:
         memory, path = self._keeper.memory, self._keeper.path
         size = _size(path) if path is not None and path.exists() else "nothing on disk"
         if memory is None:
-            return f"<p>Off; {size}.</p>"
+            return f"<p>Off; {size}.{' ' + escape(self._keeper.why_off) if self._keeper.why_off else ''}</p>"
         known, replies = len(memory), count(len(memory.replies), "reply")
         parts = [
             f"<p><b>{known:,}</b> contexts known from {replies} and texts handed over, {known / memory.capacity:.1%} of the "

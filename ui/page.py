@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from html import escape
@@ -17,7 +18,8 @@ from ui.limits import PRIVATE, Limits
 from ui.look import FAVICON, TITLE
 from ui.memory import MemorySection
 from ui.models import Models, ModelSection
-from ui.panel import live_panel
+from ui.panel import complaint, live_panel
+from ui.panel import open_trace as opened
 from ui.prompts import EXAMPLES
 from ui.pump import apart
 from ui.race import CompareTab
@@ -25,7 +27,7 @@ from ui.relay import Relay
 from ui.settings import MAX_TOKENS, Settings
 from ui.shelf import shelf
 from ui.study import study_when_idle
-from ui.visitors import is_owner
+from ui.visitors import Pending, TooManyError, is_owner
 
 _LATEX: list[dict[str, str | bool]] = [
     {"left": "$$", "right": "$$", "display": True},
@@ -86,7 +88,7 @@ def build(
                 with gr.Column(elem_id="chat-column", min_width=0):
                     parts = _chat_column(handlers, header, loading if owned else None, owner, owned)
                 with gr.Column(elem_id="panel-column", min_width=0):
-                    panel = live_panel()
+                    panel = live_panel(opening=_opening(handlers.replies.pending))
             with gr.Tab("Compare"):
                 CompareTab(handlers.comparisons, listening)
         relay = Relay()
@@ -101,6 +103,20 @@ def build(
         api(apart(handlers.api, listening), api_name="chat", concurrency_limit=None)
     _queue(demo)
     return demo  # type: ignore[no-any-return]
+
+
+def _opening(pending: Pending) -> Callable[[str], str]:
+    """Opens traces one at a time, each as work of the visitor who asks."""
+    lock = threading.Lock()
+
+    def open_trace(text: str) -> str:
+        try:
+            with pending.place(), lock:
+                return opened(text)
+        except TooManyError as error:
+            return complaint(str(error))
+
+    return open_trace
 
 
 def _queue(demo: gr.Blocks) -> None:

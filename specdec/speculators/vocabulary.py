@@ -121,7 +121,7 @@ class Vocabulary:
             unpack(arrays, "logits", vocabulary.logits)
             vocabulary.adjacent, vocabulary.rounds = map(int, arrays["done"])
         except (KeyError, ValueError, TypeError) as error:
-            raise ValueError(f"{path} holds no vocabulary table ({error}); delete it to build it anew") from error
+            raise ValueError(f"{path} holds no vocabulary table ({error})") from error
         return vocabulary
 
 

@@ -76,7 +76,7 @@ MAX_STEPS = 20_000
 MAX_NODES = 1_024
 MAX_SECONDS = 1e6
 _PARTS = 20
-"""Lists and objects of a record, at most; looked at before they are read, for empty ones take much more room than their text."""
+"""Lists and objects of a record, at most; counted before they are read, for empty ones take much more room than their text."""
 
 TokenText = Callable[[Sequence[int]], list[str]]
 """The text of each token, one by one; `specdec.engine.SpeculativeEngine.token_texts`."""

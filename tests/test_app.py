@@ -242,6 +242,7 @@ def test_machine_code_is_kept_only_where_nobody_else_can_put_theirs(
     monkeypatch.setattr(os, "getuid", lambda: 2**31)
     assert _compiled._folder() is None
     assert "could be changed by others" in caplog.text
+    monkeypatch.setattr(_compiled, "_FOLDER", None)
     assert _compiled.compiled(abs_of)(-2) == 2
 
 

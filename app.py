@@ -6,14 +6,22 @@ import gc
 
 gc.disable()  # what imports make stays, and looking for garbage among it takes a second
 
+from ui.proxies import bypass, unusable
 from ui.space import ON_SPACE, ON_ZEROGPU
+
+bypass()
+if reason := unusable():
+    raise SystemExit(f"Token Tree Chat: error: {reason}")
 
 # isort: split
 import argparse
 import logging
+import os
+import signal
 import socket
 import sys
 import tempfile
+import time
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,18 +31,21 @@ import gradio as gr
 
 from specdec.engine import SpeculativeEngine
 from specdec.errors import LoadError
+from specdec.serving.hosts import EVERY_ADDRESS, LOCAL, Hosts
 from specdec.target import UnsupportedModelError
 from ui import zerogpu
-from ui.limits import PRIVATE, PUBLIC
+from ui.gate import Listeners, gate
+from ui.limits import PRIVATE, PUBLIC, Limits
 from ui.look import TITLE, look
 from ui.models import chat_engine
 from ui.page import build
 from ui.trace import TraceError, load_trace, to_html
-from ui.turns import ENGINE_THREAD, leave_a_core
+from ui.turns import ENDING, ENGINE_THREAD, leave_a_core
 
 gc.enable()
 
-LOCAL = ("127.0.0.1", "localhost", "::1")
+MAX_PENDING = 500
+"""Events that wait or run at once, of all visitors together; waiting takes no thread of Gradio's (`ui.pump.apart`)."""
 
 
 class StartError(Exception):
@@ -63,7 +74,33 @@ def parser() -> argparse.ArgumentParser:
     page = parser.add_argument_group("page")
     page.add_argument("--host", default=LOCAL[0], help="address to serve on; any but a local one opens it to the network")
     page.add_argument("--port", type=int, default=7860, help="port to serve on")
-    page.add_argument("--auth", metavar="USER:PASSWORD", help="ask visitors for this name and password")
+    page.add_argument(
+        "--auth",
+        metavar="USER:PASSWORD",
+        action="append",
+        help="ask visitors for this name and password; may be repeated, and the first is the owner of a shared page, who may "
+        "change its model and its memory",
+    )
+    page.add_argument(
+        "--public",
+        action="store_true",
+        help="others than the person at this machine can reach the page, through a tunnel or a proxy: visitors get the "
+        "limits of an open --host",
+    )
+    page.add_argument(
+        "--allow-host",
+        metavar="NAME[:PORT]",
+        action="append",
+        default=[],
+        help="another name under which browsers reach the page, such as that of a proxy; may be repeated",
+    )
+    page.add_argument(
+        "--trusted-proxies",
+        metavar="N",
+        type=int,
+        default=1 if ON_SPACE else 0,
+        help="how many proxies of yours stand before the page: the last of them tells visitors apart",
+    )
     model.add_argument(
         "--study",
         action="store_true",
@@ -89,30 +126,62 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _draw_trace(Path(options.trace), not options.no_browser)
             return 0
         auth = _auth(options.auth)
+        if options.trusted_proxies < 0:
+            raise StartError("--trusted-proxies takes a number of proxies, 0 or more.")
         if not ON_SPACE:
             _check_port(options.host, options.port)
             if options.host not in LOCAL:
                 _say(_exposure(options.host, options.port, auth is not None))
         # ZeroGPU gives weights to the GPU only from the main thread; elsewhere one thread does all the work (`ui.turns`)
         engine = _engine(options) if ON_ZEROGPU else ENGINE_THREAD.submit(_engine, options).result()
-        public = _is_public(options)
-        page = build(
-            engine,
-            study=options.study and not ON_SPACE,
-            memory=_remembers(options),
-            loading=None if public else _loading(options),
-            limits=PUBLIC if public else PRIVATE,
-        )
-        if not ON_ZEROGPU:
-            ENGINE_THREAD.submit(getattr, engine, "pass_cost")  # measured while the page opens; a reply waits for it
-        del engine  # the page may exchange it for another
-        gc.freeze()  # nor is there any among what stays from here on
-        _say("ready" if ON_SPACE else f"ready at http://{options.host}:{options.port} (Ctrl+C ends it)")
-        page.launch(inbrowser=not (options.no_browser or public), auth=auth, **_serving(options))
+        with tempfile.TemporaryDirectory(prefix="token-tree-", ignore_cleanup_errors=True) as uploads:
+            os.environ["GRADIO_TEMP_DIR"] = uploads
+            listeners = Listeners()
+            page = _page(engine, options, listeners)
+            if not ON_ZEROGPU:
+                ENGINE_THREAD.submit(getattr, engine, "pass_cost")  # measured while the page opens; a reply waits for it
+            del engine  # the page may exchange it for another
+            gc.freeze()  # nor is there any among what stays from here on
+            _say("ready" if ON_SPACE else f"ready at http://{_url_host(options.host)}:{options.port} (Ctrl+C ends it)")
+            in_browser = not (options.no_browser or _is_public(options))
+            page.launch(inbrowser=in_browser, auth=auth, prevent_thread_lock=True, **_serving(options, listeners))
+            _wait(page)
     except (StartError, LoadError, UnsupportedModelError, TraceError) as error:
         _say(f"error: {error}")
         return 1
+    except KeyboardInterrupt:  # before there was anything to serve
+        ENDING.set()
+        return 130
     return 0
+
+
+def _page(engine: SpeculativeEngine, options: argparse.Namespace, listeners: Listeners) -> gr.Blocks:
+    shared, auth = _is_public(options), _auth(options.auth)
+    return build(
+        engine,
+        study=options.study and not ON_SPACE,
+        memory=_remembers(options),
+        loading=None if ON_SPACE else _loading(options),
+        limits=_limits(options),
+        owner=auth[0][0] if auth and shared else None,
+        shared=shared,
+        listeners=listeners,
+    )
+
+
+def _wait(page: gr.Blocks) -> None:
+    """Serve until interrupted; then every reply ends at its next step, and a second interrupt ends the program at once."""
+    terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        while page.is_running:
+            time.sleep(0.1)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        ENDING.set()
+        _say("ending")
+    finally:
+        page.close(verbose=False)
+        signal.signal(signal.SIGTERM, terminate)
 
 
 def _engine(options: argparse.Namespace) -> SpeculativeEngine:
@@ -136,7 +205,11 @@ def _loading(options: argparse.Namespace) -> dict[str, Any]:
 
 def _is_public(options: argparse.Namespace) -> bool:
     """Whether others than the person at this machine may open the page."""
-    return ON_SPACE or options.host not in LOCAL
+    return ON_SPACE or options.public or options.host not in LOCAL
+
+
+def _limits(options: argparse.Namespace) -> Limits:
+    return PUBLIC if _is_public(options) else PRIVATE
 
 
 def _remembers(options: argparse.Namespace) -> bool:
@@ -144,9 +217,19 @@ def _remembers(options: argparse.Namespace) -> bool:
     return not ON_SPACE and (not _is_public(options) if options.memory is None else bool(options.memory))
 
 
-def _serving(options: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of ``launch``; on a Space the platform decides where to listen."""
-    where = {} if ON_SPACE else {"server_name": options.host, "server_port": options.port}
+def _serving(options: argparse.Namespace, listeners: Listeners) -> dict[str, Any]:
+    """Arguments of ``launch``; on a Space the platform decides where to listen, and under which names."""
+    where = {} if ON_SPACE else {"server_name": _url_host(options.host), "server_port": options.port}
+    os.environ["FORWARDED_ALLOW_IPS"] = ""  # of proxies the gate takes care, and not uvicorn
+    bypass("" if options.host in EVERY_ADDRESS else options.host)
+    lifespan = gate(
+        listeners,
+        _limits(options),
+        hosts=None if ON_SPACE else Hosts.served(options.host, options.port, options.allow_host),
+        trusted_proxies=options.trusted_proxies,
+        uploads=_remembers(options) and (not _is_public(options) or options.auth is not None),
+        hint=lambda: _say(_proxy_hint(_is_public(options))),
+    )
     return {
         **look(),
         **where,
@@ -155,17 +238,35 @@ def _serving(options: argparse.Namespace) -> dict[str, Any]:
         "share": False,
         "pwa": True,
         "quiet": True,
+        "max_threads": MAX_PENDING,
+        "state_session_capacity": MAX_PENDING,
+        "app_kwargs": {"lifespan": lifespan},
         "max_file_size": "1mb" if _is_public(options) else "64mb",
     }
 
 
-def _auth(value: str | None) -> tuple[str, str] | None:
-    if value is None:
+def _auth(values: Sequence[str] | None) -> list[tuple[str, str]] | None:
+    """Who may log in, the owner first; None: nobody needs to."""
+    if values is None:
         return None
-    user, colon, password = value.partition(":")
-    if not (user and colon and password):
-        raise StartError("--auth takes USER:PASSWORD, both not empty.")
-    return user, password
+    pairs = []
+    for value in values:
+        user, colon, password = value.partition(":")
+        if not (user and colon and password):
+            raise StartError("--auth takes USER:PASSWORD, both not empty.")
+        pairs.append((user, password))
+    return pairs
+
+
+def _url_host(host: str) -> str:
+    """As it stands in an address: IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+def _proxy_hint(public: bool) -> str:
+    if public:
+        return "hint: requests come through a proxy: --trusted-proxies 1 tells its visitors apart."
+    return "hint: requests come through a proxy: if others can reach this page through it, add --public --trusted-proxies 1."
 
 
 def _check_port(host: str, port: int) -> None:
@@ -195,6 +296,8 @@ def _progress() -> Any:
 
     def report(text: str, fraction: float | None) -> None:
         del fraction  # the bar on stderr shows it
+        if ENDING.is_set():
+            raise StartError("stopped")
         if text not in said:
             said.add(text)
             _say(text)
@@ -214,7 +317,7 @@ def __getattr__(name: str) -> gr.Blocks:
     """``app.demo`` for whoever imports this module, such as ``gradio app.py``: built when first asked for."""
     if name != "demo":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    demo = globals()["demo"] = build(_engine(parser().parse_args([])), limits=PUBLIC if ON_SPACE else PRIVATE)
+    demo = globals()["demo"] = build(_engine(parser().parse_args([])), limits=PUBLIC if ON_SPACE else PRIVATE, shared=ON_SPACE)
     return demo
 
 

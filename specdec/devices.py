@@ -12,9 +12,11 @@ import psutil  # type: ignore[import-untyped]
 import torch
 
 from specdec.errors import LoadError
+from specdec.zerogpu import gpu_is_lent as gpu_is_lent
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CGROUP = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def choose_device(name: str) -> torch.device:
@@ -50,11 +52,6 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 def dtype_name(dtype: torch.dtype) -> str:
     """What `choose_dtype` calls ``dtype``."""
     return str(dtype).removeprefix("torch.")
-
-
-def gpu_is_lent() -> bool:
-    """Whether a GPU comes and goes (ZeroGPU): only a forked child computes there, for a while, and the CPU merely checks."""
-    return "SPACES_ZERO_GPU" in os.environ
 
 
 def _fast_in_bfloat16(device: torch.device) -> bool:
@@ -107,6 +104,12 @@ def place_weights(what: str, weights: int, dtype: torch.dtype, device: torch.dev
     return "auto" if need > free[0] else {"": device}
 
 
+def usable_cores() -> int:
+    """How many cores this process may use: those it is bound to, and no more than its container's share of time (cgroup)."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(math.ceil(min([float(bound), *map(_core_quota, _cgroups())])), 1)
+
+
 def free_bytes(device: torch.device) -> float:
     """What is free there, with what torch keeps for later use: on the CPU no more than the container may take."""
     if device.type == "cuda":
@@ -122,6 +125,33 @@ def give_back_memory(error: BaseException, device: torch.device) -> None:
         torch.cuda.empty_cache()
     elif device.type == "mps":
         torch.mps.empty_cache()
+
+
+def _cgroups() -> list[Path]:
+    """The folders of this process's control groups (cgroup v2, and v1's of the CPU), each with all that contain it."""
+    try:
+        lines = _MEMBERSHIP.read_text().splitlines()
+    except OSError:
+        return []
+    folders = []
+    for number, controllers, path in (line.split(":", 2) for line in lines):
+        if number == "0" or "cpu" in controllers.split(","):
+            root = _CGROUP if number == "0" else _CGROUP / "cpu"
+            inside = root / path.lstrip("/")
+            folders += [folder for folder in (inside, *inside.parents) if folder.is_relative_to(root)]
+    return folders
+
+
+def _core_quota(group: Path) -> float:
+    """How many cores' time the control group may take; infinity where it is not limited."""
+    try:
+        if (group / "cpu.max").exists():
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota, period = ((group / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        return math.inf if quota in ("max", "-1") else int(quota) / int(period)
+    except (OSError, ValueError):
+        return math.inf
 
 
 def _container_bytes() -> float:

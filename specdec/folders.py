@@ -17,7 +17,7 @@ SHIPPED = Path(__file__).parent / "studied"
 def cache_folder() -> Path:
     """``SPECDEC_CACHE``, else ``specdec`` in the user's cache folder."""
     shared = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get("SPECDEC_CACHE") or Path(shared, "specdec")).expanduser()
+    return Path(os.path.expanduser(os.environ.get("SPECDEC_CACHE") or os.path.join(shared, "specdec")))
 
 
 def model_file(kind: str, model: PreTrainedModel) -> Path:

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.errors import PromptError
-from specdec.folders import model_file, studied_file
+from specdec.folders import SHIPPED, model_file, studied_file
+from specdec.speculators.storage import set_aside
 from specdec.speculators.vocabulary import ChatFrame, Vocabulary
 from specdec.target import TargetModel
 from specdec.template import ChatTemplate
@@ -67,13 +68,17 @@ def study(
 
 def load_vocabulary(model: PreTrainedModel) -> Vocabulary:
     """What earlier studies of this very model saved; an empty one where there was none, or where it is damaged."""
+    file = studied_file(model_file("vocabulary", model).name)
     try:
-        return Vocabulary.load(studied_file(model_file("vocabulary", model).name))
+        return Vocabulary.load(file)
     except FileNotFoundError:
-        return Vocabulary()
+        pass
+    except OSError as error:
+        log.warning("the study of the model's vocabulary cannot be read: %s", error)
     except ValueError as error:
-        log.warning("%s", error)
-        return Vocabulary()
+        kept = f", and is kept as {set_aside(file).name}" if file.parent != SHIPPED else ""
+        log.warning("%s; the study is left out%s", error, kept)
+    return Vocabulary()
 
 
 def chat_frame(tokenizer: PreTrainedTokenizerBase) -> ChatFrame | None:

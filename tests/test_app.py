@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import transformers
 from toys import ARCHITECTURES, tiny_model, tokenizer
 
 import app
+from specdec.folders import cache_folder
+from specdec.speculators import _compiled
+from ui.gate import Listeners
 
 ROOT = Path(app.__file__).parent
 
@@ -100,8 +110,153 @@ def test_an_open_host_says_what_it_exposes(capsys: pytest.CaptureFixture[str], f
 
 
 def test_it_never_shares_and_keeps_no_run_history() -> None:
-    serving = app._serving(app.parser().parse_args([]))
+    serving = app._serving(app.parser().parse_args([]), Listeners())
     assert (serving["share"], serving["run_history"], serving["server_name"]) == (False, False, "127.0.0.1")
+
+
+STARTED = """
+import sys, time
+sys.path[:0] = [{root!r}, {tests!r}]
+import app
+from toys import ARCHITECTURES, tiny_model, tokenizer
+from specdec.engine import SpeculativeEngine
+config = type(ARCHITECTURES["llama"])(**{{**ARCHITECTURES["llama"].to_dict(), "max_position_embeddings": 8192}})
+engine = SpeculativeEngine(tiny_model(config), tokenizer())
+engine.pass_cost = engine.target.measure_cost()
+verify = engine.target.verify
+def slowly(*arguments):
+    time.sleep(0.2)
+    return verify(*arguments)
+engine.target.verify = slowly
+app._engine = lambda options: engine
+sys.exit(app.main([*sys.argv[1:], "--no-browser"]))
+"""
+"""The app around a toy model that would write for ten minutes."""
+
+
+@contextmanager
+def started(port: str, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    if "SPECDEC_CACHE" in environment:
+        Path(environment["SPECDEC_CACHE"], "compiled").symlink_to(cache_folder() / "compiled")
+    script = STARTED.format(root=str(ROOT), tests=str(ROOT / "tests"))
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, "--port", port, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def until_ready(process: subprocess.Popen[str]) -> str:
+    """What the app says up to the line that it is ready."""
+    assert process.stderr is not None
+    said = ""
+    while "ready at" not in said:
+        line = process.stderr.readline()
+        assert line, said
+        said += line
+    return said
+
+
+def until_answered(url: str, **options: Any) -> httpx.Response:
+    """The page, once it is served; ready is said just before."""
+    end = time.monotonic() + 60
+    while True:
+        try:
+            return httpx.get(url, trust_env=False, **options)
+        except httpx.ConnectError:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+
+
+@pytest.mark.parametrize("interrupts", [1, 2])
+def test_an_interrupt_ends_a_long_reply_the_app_and_nothing_else(free_port: str, tmp_path: Path, interrupts: int) -> None:
+    with started(free_port, SPECDEC_CACHE=str(tmp_path)) as process:
+        until_ready(process)
+        address = f"http://127.0.0.1:{free_port}"
+        until_answered(address)
+        body = {"data": ["hello", "", 4096, 0, 1, 0, "tree", "auto"]}
+        event = httpx.post(f"{address}/gradio_api/call/chat", json=body, trust_env=False).json()["event_id"]
+        with httpx.stream("GET", f"{address}/gradio_api/call/chat/{event}", trust_env=False, timeout=60) as stream:
+            next(line for line in stream.iter_lines() if line.startswith("event: generating"))
+            for _ in range(interrupts):
+                process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=60)
+    assert process.returncode in ((0,) if interrupts == 1 else (0, -signal.SIGINT))
+    assert "Traceback" not in said
+    assert "terminate called" not in said
+    if interrupts == 1:
+        assert list((tmp_path / "memory").glob("*.npz")), "the memory is saved"
+
+
+def test_an_ipv6_host_is_served(free_port: str, tmp_path: Path) -> None:
+    with started(free_port, "--host", "::1", SPECDEC_CACHE=str(tmp_path)) as process:
+        assert f"http://[::1]:{free_port}" in until_ready(process)
+        assert until_answered(f"http://[::1]:{free_port}").status_code == 200
+        assert until_answered(f"http://[::1]:{free_port}", headers={"Origin": "http://evil.example"}).status_code == 403
+
+
+def test_a_proxy_does_not_stand_between_the_app_and_itself(free_port: str, tmp_path: Path) -> None:
+    nowhere = dict.fromkeys(("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"), "http://127.0.0.1:9")
+    with started(free_port, SPECDEC_CACHE=str(tmp_path), no_proxy="example.org", NO_PROXY="", **nowhere) as process:
+        until_ready(process)
+        assert until_answered(f"http://127.0.0.1:{free_port}").status_code == 200
+        assert process.poll() is None
+
+
+@pytest.mark.parametrize("proxy", ["socks4://127.0.0.1:9", "nonsense://127.0.0.1:9"])
+def test_a_proxy_that_cannot_be_used_is_one_line_before_a_model_is_loaded(proxy: str) -> None:
+    environment = {**os.environ, "ALL_PROXY": proxy, "all_proxy": proxy}
+    done = subprocess.run([sys.executable, "app.py"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert (done.stderr.count("\n"), "error: the proxy" in done.stderr, "Traceback" in done.stderr) == (1, True, False)
+
+
+@pytest.mark.parametrize("folder", ["~nobody-of-this-name/cache", "x" * 5000, "closed/cache"])
+def test_an_impossible_cache_folder_is_no_error(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "closed").write_text("no folder")
+    monkeypatch.setenv("SPECDEC_CACHE", folder)
+    assert (_compiled._folder() is None) is (not folder.startswith("~")), "where none can be made, nothing is kept"
+
+
+def test_machine_code_is_kept_only_where_nobody_else_can_put_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "cache"))
+    folder = _compiled._folder()
+    assert folder is not None
+    Path(folder).chmod(0o777)
+    assert _compiled._folder() == folder
+    assert Path(folder).stat().st_mode & 0o077 == 0, "it is the user's own: closed to others"
+    (tmp_path / "cache").chmod(0o777)
+    assert _compiled._folder() is None
+    (tmp_path / "cache").chmod(0o1777)
+    assert _compiled._folder() == folder, "others cannot rename what is in a sticky folder"
+    monkeypatch.setattr(os, "getuid", lambda: 2**31)
+    assert _compiled._folder() is None
+    assert "could be changed by others" in caplog.text
+    monkeypatch.setattr(_compiled, "_FOLDER", None)
+    assert _compiled.compiled(abs_of)(-2) == 2
+
+
+def abs_of(number: int) -> int:
+    return number if number > 0 else -number
+
+
+@pytest.mark.parametrize("model", ["~nobody-of-this-name/model", "x" * 5000, "/" + "x/" * 5000])
+def test_a_path_that_is_none_is_refused_in_one_line(capsys: pytest.CaptureFixture[str], free_port: str, model: str) -> None:
+    assert refusal(capsys, "--port", free_port, "--model", model)
+
+
+def test_a_negative_number_of_proxies_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--trusted-proxies" in refusal(capsys, "--trusted-proxies", "-1")
 
 
 def test_help_names_every_option_and_needs_no_model() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from ui.chat import SKIP, ChatHandlers, Frame, show
 from ui.chats import MAX_MESSAGES, MAX_WARM, Chat, Message, Tabs, read_messages
 from ui.compare import LANES, Lane
 from ui.inert import inert
+from ui.limits import Clock
 from ui.page import build
 from ui.pump import Pump
 from ui.relay import Relay
@@ -504,8 +506,8 @@ def test_a_chat_that_another_tab_shows_is_opened_as_a_copy() -> None:
 def test_only_the_latest_chats_keep_their_memory(handlers: ChatHandlers) -> None:
     for number in range(MAX_WARM + 2):
         send(handlers, QUESTION, str(number), ("plain", "auto", 0, 1, 0, 1, ""))
-    warm = [number for number in range(MAX_WARM + 2) if handlers.tabs._chats[str(number)].conversation]
-    assert warm == list(range(2, MAX_WARM + 2))
+    warm = [chat.conversation is not None for chat in handlers.tabs._chats.values()]
+    assert warm == [False] * 2 + [True] * MAX_WARM
 
 
 def test_reasoning_is_folded_and_an_edit_still_finds_its_question(handlers: ChatHandlers) -> None:
@@ -588,7 +590,9 @@ def test_lanes_that_differ_are_told_with_who_agrees_and_how_near_a_tie_it_was(
 ) -> None:
     settings = Settings.read(*VALUES)
     prompt = handlers.replies.fit([{"role": "user", "content": QUESTION}], settings.max_tokens)
-    told = handlers.comparisons._agreement(prompt, list(map(recorded, LANES, said)), settings)
+    told = handlers.comparisons._agreement(
+        prompt, list(map(recorded, LANES, said)), settings, Clock(threading.Event(), math.inf)
+    )
     margins = handlers.replies.decoder.audit(prompt, tuple(said[0]), settings, lambda: False).margins
     assert (told["same"], told["lanes"]) == (False, agreeing)
     assert [(group["lanes"], group["position"]) for group in told["apart"]] == parting

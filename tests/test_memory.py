@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from browser import launch_browser, served
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from playwright.sync_api import Page, expect, sync_playwright
 from test_chat import QUESTION, SECOND, send, texts, wait_for
 from toys import ARCHITECTURES, tiny_model, tokenizer
 
 import app
 from specdec.engine import SpeculativeEngine
+from specdec.speculators.memory import Memory, Remembered
+from specdec.speculators.vocabulary import Vocabulary
 from ui import keeper as keeper_module
 from ui.chat import ChatHandlers
-from ui.keeper import MemoryKeeper, count
+from ui.keeper import MemoryKeeper, count, rate
 from ui.memory import _taken_in
 from ui.page import build
 from ui.settings import Settings
@@ -68,7 +74,7 @@ def test_a_second_chat_on_the_same_topic_takes_fewer_passes_with_memory_and_says
 def test_what_was_learnt_is_there_after_a_restart_and_for_this_model_only() -> None:
     handlers, keeper = page_with_memory()
     first = passes(handlers, "a")
-    keeper.save()
+    keeper.close()
     assert keeper.path is not None
     assert keeper.path.exists()
     restarted, _ = page_with_memory()
@@ -139,12 +145,114 @@ def test_wipe_empties_the_memory_and_deletes_its_file() -> None:
 def test_a_damaged_file_is_a_warning_and_an_empty_memory(caplog: pytest.LogCaptureFixture) -> None:
     _, keeper = page_with_memory()
     assert keeper.path is not None
-    keeper.path.parent.mkdir(parents=True)
     keeper.path.write_bytes(b"not a memory")
     keeper.open()
     assert keeper.memory is not None
-    assert len(keeper.memory) == 0
+    assert (len(keeper.memory), keeper.on) == (0, True)
     assert str(keeper.path) in caplog.text
+    assert keeper.path.with_name(f"{keeper.path.name}.damaged").read_bytes() == b"not a memory"
+    assert not keeper.path.exists()
+
+
+def test_two_apps_do_not_undo_each_others_changes() -> None:
+    handlers, keeper = page_with_memory()
+    passes(handlers, "a")
+    keeper.save()
+    other_handlers, other = page_with_memory()
+    assert (other.on, other.memory) == (False, None)
+    assert "another app" in other.why_off
+    passes(other_handlers, "b", SECOND)
+    other.save()
+    with pytest.raises(OSError, match="another app"):
+        other.wipe()
+    assert keeper.path is not None
+    assert keeper.path.exists()
+    keeper.wipe()
+    other.save()
+    assert not keeper.path.exists(), "what was wiped stays wiped"
+    keeper.close()
+    other.switch(True)
+    assert (other.on, other.memory is not None) == (True, True)
+
+
+def test_whatever_fails_while_it_is_saved_the_next_time_it_is_saved_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keeper_module.atexit, "register", lambda work: None)
+    monkeypatch.setattr(keeper_module, "GLANCE", 0.01)
+    handlers = ChatHandlers(engine(), memory=True)
+    keeper = handlers.keeper
+    assert keeper is not None
+    save, failed = keeper.save, threading.Event()
+
+    def failing() -> None:
+        if not failed.is_set():
+            failed.set()
+            raise RuntimeError("for once")
+        save()
+
+    monkeypatch.setattr(keeper, "save", failing)
+    keeper.start()
+    wait_for(failed.is_set)
+    passes(handlers, "a")
+    wait_for(lambda: keeper.path is not None and keeper.path.exists())
+    assert "for once" in caplog.text
+
+
+def test_its_file_is_the_users_alone_and_what_killed_saves_left_goes(tmp_path: Path) -> None:
+    handlers, keeper = page_with_memory()
+    passes(handlers, "a")
+    assert keeper.path is not None
+    left = keeper.path.with_name(f"{keeper.path.name}.{2**22 + 1}.partial")
+    left.write_bytes(b"half of one")
+    keeper.save()
+    assert keeper.path.stat().st_mode & 0o777 == 0o600
+    assert not left.exists()
+
+
+def test_a_memory_of_replies_without_a_pass_is_shown_all_the_same() -> None:
+    assert (rate([]), rate([Remembered(1, 3, 0)])) == (0, 3)
+    handlers, keeper = page_with_memory()
+    passes(handlers, "a")
+    assert keeper.memory is not None
+    assert keeper.path is not None
+    keeper.memory.replies += [Remembered(1, 5, 0), Remembered(1, -5, 2)]
+    keeper.memory.save(keeper.path)
+    again = Memory()
+    again.load(keeper.path)
+    assert len(again.replies) == 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_whatever_is_wrong_with_a_cache_file_the_app_starts_without_it(
+    data: st.DataObject, damaged: tuple[Path, bytes]
+) -> None:
+    path, whole = damaged
+    changed = bytearray(whole)
+    for _ in range(data.draw(st.integers(1, 3))):
+        position = data.draw(st.integers(0, len(changed) * 8 - 1))
+        changed[position // 8] ^= 1 << position % 8
+    if data.draw(st.booleans()):
+        del changed[data.draw(st.integers(0, len(changed) - 1)) :]
+    path.write_bytes(bytes(changed))
+    for load in (Memory().load, lambda file: Vocabulary.load(file, keys=64)):
+        with suppress(ValueError):
+            load(path)
+
+
+@pytest.fixture(scope="module", params=["memory", "study"])
+def damaged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+    """A file that the app keeps, and what is in it."""
+    path = tmp_path_factory.mktemp("cache") / "kept.npz"
+    if request.param == "memory":
+        memory = Memory(megabytes=1)
+        memory.read(list(range(6)) * 2)
+        memory.note(Remembered(1, 2, 1))
+        memory.save(path)
+    else:
+        Vocabulary(keys=64).save(path)
+    return path, path.read_bytes()
 
 
 def test_a_comparison_neither_uses_nor_feeds_the_memory() -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import networkx as nx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from steps import random_steps, random_trace, token_text
 from toys import tiny_engine
 
@@ -200,6 +203,29 @@ def test_huge_missing_and_binary_files_are_refused(tmp_path: Path, monkeypatch: 
     for name, message in refused.items():
         with pytest.raises(TraceError, match=rf"{name}.json.*{message}"):
             load_trace(tmp_path / f"{name}.json")
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_whatever_is_wrong_with_a_file_it_opens_or_is_refused(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    changed = bytearray(json.dumps(random_trace(count=2, nodes=3)).encode())
+    for _ in range(data.draw(st.integers(1, 3))):
+        changed[data.draw(st.integers(0, len(changed) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    if data.draw(st.booleans()):
+        del changed[data.draw(st.integers(0, len(changed) - 1)) :]
+    path = tmp_path_factory.getbasetemp() / "changed.json"
+    path.write_bytes(bytes(changed))
+    with suppress(TraceError):
+        load_trace(path)
+
+
+def test_a_file_of_many_empty_objects_is_not_even_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces.json, "loads", lambda text: pytest.fail("it was read"))
+    for part in ("{}", "[]"):
+        with pytest.raises(TraceError, match="too many"):
+            load_trace('{"format":"specdec-trace","version":1,"steps":[' + ",".join([part] * 500_000) + "]}")
 
 
 def test_the_page_of_a_trace_needs_no_network(trace: dict[str, Any]) -> None:

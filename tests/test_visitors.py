@@ -10,7 +10,6 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
-import fastapi
 import gradio as gr
 import pytest
 from browser import served
@@ -19,13 +18,15 @@ from toys import ARCHITECTURES, tiny_engine, tiny_model, tokenizer
 
 import app
 from specdec.engine import SpeculativeEngine
+from specdec.serving.clients import client_address
 from ui import visitors
 from ui.chat import ChatHandlers, Frame
-from ui.chats import MAX_TABS, Tabs
+from ui.chats import MAX_TABS, Message, Tabs
 from ui.limits import PRIVATE, PUBLIC, Limits
 from ui.page import build
 from ui.settings import MAX_TOKENS, Settings
 from ui.turns import Turns
+from ui.visitors import Pending, Shared, TooManyError
 
 VALUES = ("tree", "auto", 0, 1, 0, 40, "")
 LONG = ("tree", "auto", 0, 1, 0, 110, "")
@@ -187,26 +188,33 @@ def test_who_comes_back_at_once_is_not_before_the_second_question_of_another() -
     assert "a" in order[3:6]
 
 
-def test_a_visitor_is_known_by_the_address_of_every_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str | None] = []
-    monkeypatch.setattr("ui.turns.visitor", lambda: seen.append(visitors.visitor()))
-    with served(build(tiny_engine())) as url:
-        _call(url, "the cat", **{"X-Forwarded-For": "203.0.113.7"})  # from this machine, so from a proxy that is believed
-    assert seen == ["203.0.113.7"]
-    assert visitors.visitor() is None, "nobody asks"
-
-
-@pytest.mark.parametrize(("headers", "known"), [({"x-forwarded-for": "203.0.113.7, 10.0.0.1"}, "203.0.113.7"), ({}, None)])
-def test_on_a_space_a_visitor_is_not_the_platforms_proxy(
-    headers: dict[str, str], known: str | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("forwarded_for", "proxies", "address"),
+    [
+        ("", 0, "10.0.0.9"),
+        ("203.0.113.7", 0, "10.0.0.9"),  # the client's own words
+        ("203.0.113.7", 1, "203.0.113.7"),
+        ("198.51.100.1, 203.0.113.7", 1, "203.0.113.7"),
+        ("198.51.100.1, 203.0.113.7, 10.0.0.1", 2, "203.0.113.7"),
+        ("203.0.113.7", 2, "10.0.0.9"),  # it did not come through both of them
+        ("", 1, "10.0.0.9"),
+        ("203.0.113.7, ", 1, "10.0.0.9"),
+    ],
+)
+def test_a_visitor_is_whom_the_trusted_proxy_saw_and_never_what_the_client_says(
+    forwarded_for: str, proxies: int, address: str
 ) -> None:
-    monkeypatch.setattr("ui.visitors.ON_SPACE", True)
-    scope = {"type": "http", "headers": [(name.encode(), value.encode()) for name, value in headers.items()]}
-    token = LocalContext.request.set(gr.Request(fastapi.Request({**scope, "client": ("10.0.0.9", 1)})))
-    try:
-        assert visitors.visitor() == known
-    finally:
+    assert client_address("10.0.0.9", forwarded_for, proxies) == address
+
+
+def test_who_has_an_ipv6_network_is_one_visitor() -> None:
+    known = set()
+    for host in ("2001:db8::1", "2001:db8::2:3", "2001:db8:0:1::1"):
+        token = LocalContext.request.set(gr.Request(client={"host": host}))
+        known.add(visitors.visitor())
         LocalContext.request.reset(token)
+    assert known == {"2001:db8::/64", "2001:db8:0:1::/64"}
+    assert visitors.visitor() is None, "nobody asks"
 
 
 def test_no_visitor_sees_anothers_text(slow: ChatHandlers) -> None:
@@ -239,6 +247,35 @@ def test_of_too_many_tabs_one_that_writes_is_spared() -> None:
         chat.ask("question")
     tabs.chat("new")
     assert (len(tabs), "new" in tabs._chats) == (MAX_TABS, True), "where all write, the oldest goes"
+
+
+def test_nobody_pushes_out_what_belongs_to_another() -> None:
+    table: Shared[int] = Shared(most=8, leave=lambda key, value: left.append(key))
+    left: list[str] = []
+    for host, keys in (("a", 2), ("b", 40), ("c", 2)):
+        token = LocalContext.request.set(gr.Request(client={"host": host}))
+        for number in range(keys):
+            table.put(f"{host}{number}", number)
+        LocalContext.request.reset(token)
+    assert {key[0] for key in left} == {"b"}
+    assert len(table) == 8
+    assert [key in table for key in ("a0", "a1", "c0", "c1", "b39")] == [True] * 5
+
+
+def test_what_nobody_uses_is_forgotten() -> None:
+    left: list[str] = []
+    table: Shared[int] = Shared(most=8, seconds=0, leave=lambda key, value: left.append(key))
+    table.put("old", 1)
+    table.put("new", 2)
+    assert (left, "new" in table) == (["old"], True)
+
+
+def test_a_visitor_has_so_many_replies_pending_and_is_told_so() -> None:
+    pending = Pending(most=2)
+    with pending.place(), pending.place(), pytest.raises(TooManyError, match="already have 2 replies waiting"):
+        pending.place().__enter__()
+    with pending.place():
+        pass
 
 
 def test_clients_without_a_session_share_nothing() -> None:
@@ -281,13 +318,42 @@ def test_the_limit_of_time_says_so(slow: ChatHandlers) -> None:
     assert "limit" in json.loads(race)["error"]
 
 
-@pytest.mark.parametrize("words", [40, 4000])
-def test_the_limit_of_a_prompt_says_so(words: int) -> None:
+def test_the_limit_of_a_prompt_says_so() -> None:
     handlers, _ = limited(prompt_tokens=100)
-    list(handlers.send("word " * words, visitor("a"), *VALUES))
+    list(handlers.send("word " * 40, visitor("a"), *VALUES))
     reply = handlers.tabs.chat("a").messages[1]
     assert reply.state == "failed"
     assert reply.notices[-1] == "This page reads at most 100 tokens at once: shorten the message"
+
+
+def test_what_is_far_too_long_is_refused_before_anything_of_it_is_kept() -> None:
+    handlers, _ = limited(prompt_tokens=100, chat_characters=500)
+    for text, values in (("word " * 4000, VALUES), ("hi", (*VALUES[:-1], "word " * 4000))):
+        with pytest.raises(gr.Error, match="reads at most 100 tokens"):
+            next(handlers.send(text, visitor("a"), *values))
+    assert handlers.tabs.chat("a").messages == []
+    handlers.tabs.chat("a").messages += [Message("user", "x" * 500), Message("assistant", "y")]
+    with pytest.raises(gr.Error, match="chat is full"):
+        next(handlers.send("hi", visitor("a"), *VALUES))
+    assert len(handlers.tabs.chat("a").messages) == 2
+
+
+def test_what_cannot_fit_is_not_even_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers, _ = limited()
+    chat = handlers.tabs.chat("a")
+    for _ in range(20):
+        chat.messages += [Message("user", "q" * 1000), Message("assistant", "a" * 1000)]
+    templated: list[int] = []
+    apply = tokenizer().apply_chat_template
+
+    def applying(messages: Any, **named: Any) -> Any:
+        templated.append(sum(len(message["content"]) for message in messages))
+        return apply(messages, **named)
+
+    monkeypatch.setattr(handlers.engine.tokenizer, "apply_chat_template", applying)
+    list(handlers.send("hi", visitor("a"), *SHORT))
+    assert max(templated) <= handlers.replies.limits.characters(handlers.engine.target.context_limit)
+    assert "40 messages were left out" in chat.messages[-1].notices[0], "the reader hears of all that was left out"
 
 
 def test_a_conversation_beyond_the_limit_loses_its_oldest_messages_and_says_so() -> None:
@@ -308,7 +374,12 @@ def test_a_host_open_to_the_network_is_limited(
     monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int, host: str, limits: Limits
 ) -> None:
     class Built:
+        is_running = False
+
         def launch(self, **_: Any) -> None:
+            pass
+
+        def close(self, verbose: bool) -> None:
             pass
 
     given: list[Limits] = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator
 from contextlib import suppress
-from functools import partial
 
 import torch
 
@@ -13,6 +12,7 @@ from specdec.audit import Audit
 from specdec.devices import dtype_name
 from ui.chats import Chat, Finished
 from ui.errors import explain
+from ui.limits import Clock, LimitError
 from ui.pump import Pump
 from ui.replies import Replies
 from ui.turns import GaveUp, in_line
@@ -35,7 +35,13 @@ def check(replies: Replies, chat: Chat) -> Generator[str, None, None]:
         yield f"{PREFIX}: there is no reply from this session to check; regenerate it first"
         return
     stop = threading.Event()
-    work = partial(replies.decoder.audit, finished.prompt, finished.token_ids, finished.settings, stop.is_set)
+    clock = Clock(stop, replies.limits.seconds)
+
+    def work() -> Audit:
+        report = replies.decoder.audit(finished.prompt, finished.token_ids, finished.settings, clock.ends)
+        if clock.late:
+            raise LimitError(f"this page's limit is {replies.limits.seconds:.0f} seconds")
+        return report
 
     def produce(put: Callable[[int | Audit], None]) -> None:
         with suppress(GaveUp):

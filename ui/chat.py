@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 from collections.abc import Generator, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import lru_cache, partial
 from typing import Any
 
@@ -17,17 +18,22 @@ import gradio as gr
 from specdec.devices import dtype_name
 from specdec.engine import SpeculativeEngine
 from ui.audits import GOOD, PREFIX, check
-from ui.chats import Chat, Message, Tabs, Writing, read_messages
+from ui.chats import MAX_MESSAGES, MAX_TEXT, Chat, Message, Tabs, Writing, read_messages
 from ui.compare import Comparisons
+from ui.errors import explain
 from ui.inert import inert, original
 from ui.keeper import MemoryKeeper
-from ui.limits import PRIVATE, Limits
+from ui.limits import PRIVATE, LimitError, Limits
 from ui.panel import PanelFeed
+from ui.pump import STILL
 from ui.replies import Replies
 from ui.settings import Settings
+from ui.visitors import TooManyError
 
 SKIP = gr.skip()
 """Leaves a component as it is."""
+_LONGEST_NAME = 64  # of a session or a chat; clients choose them
+_GLANCE = 0.1  # seconds between two looks at whether a client's message before has been answered
 _SEPARATOR = "\N{INVISIBLE SEPARATOR}"
 _inert_once = lru_cache(maxsize=512)(inert)  # every frame shows every message, and only the last one changes
 _THINK, _THOUGHT = "<think>", "</think>"
@@ -45,7 +51,7 @@ class ChatHandlers:
     """
 
     def __init__(self, engine: SpeculativeEngine, limits: Limits = PRIVATE, memory: bool = False) -> None:
-        self.tabs = Tabs()
+        self.tabs = Tabs(limits.kept_seconds)
         self.replies = Replies(engine, limits)
         self.comparisons = Comparisons(self.replies)
         self.keeper = MemoryKeeper(self.replies, self.tabs) if memory else None
@@ -85,6 +91,8 @@ class ChatHandlers:
             yield self._whole(chat)
             return
         owners = [number for number, message in enumerate(chat.messages) for _ in show(message)]
+        with _refusing():
+            self._check(chat, text, Settings.read(*settings))
         row = data.index[0] if isinstance(data.index, list | tuple) else data.index
         if row < len(owners):
             chat.take_back(owners[row])
@@ -109,6 +117,10 @@ class ChatHandlers:
             return
         if not chat.messages:
             return
+        with _refusing(), self.replies.pending.place():
+            yield from self._audit(tab, chat)
+
+    def _audit(self, tab: str, chat: Chat) -> Iterator[Frame]:
         reply = chat.messages[-1]
         kept = others = [notice for notice in reply.notices if not notice.startswith(PREFIX)]
         try:
@@ -143,7 +155,12 @@ class ChatHandlers:
     def open(self, data: gr.EventData, request: gr.Request) -> Frame:
         """Show a saved chat that the page hands in."""
         try:
-            chat_id, messages = str(data.id), read_messages(data.messages)
+            chat_id, messages = (
+                str(data.id),
+                read_messages(data.messages, min(2 * self.replies.limits.chat_characters, MAX_TEXT)),
+            )
+            if len(chat_id) > _LONGEST_NAME:
+                raise ValueError("no id of a chat")
         except (ValueError, AttributeError):
             gr.Warning("This saved chat cannot be read; it may come from another version.")
             return NOTHING
@@ -172,9 +189,10 @@ class ChatHandlers:
         seed: int = 0,
         decoding: str = "tree",
         budget: str = "auto",
-    ) -> Iterator[str]:
-        """Chat with the model: the reply to ``message``, growing. The turns of one client session are one conversation.
+    ) -> Generator[str, None, None]:
+        """Chat with the model: the reply to ``message``, growing.
 
+        The turns of one client session are one conversation, answered one after the other.
         temperature 0 is greedy. decoding: "tree", "linear" or "plain"; budget: "auto" or a number of nodes.
         """
         try:
@@ -184,12 +202,21 @@ class ChatHandlers:
         if not isinstance(message, str) or not message.strip():
             raise gr.Error("message must be a text, and not empty.", print_exception=False)
         chat = self._chat(request)
-        writing = chat.ask(message)
-        reply = writing.reply
-        with closing(self.replies.write(chat, writing, settings, details=False)) as batches:
-            for steps in batches:
-                if steps:
-                    yield reply.text
+        with _refusing(), self.replies.pending.place():
+            self._check(chat, message, settings)
+            place = object()
+            chat.line.append(place)
+            try:
+                while chat.line[0] is not place or chat.busy:  # the client's message before this one is still answered
+                    yield STILL
+                    time.sleep(_GLANCE)
+                writing = chat.ask(message)
+            finally:
+                chat.line.remove(place)
+            reply = writing.reply
+            with closing(self.replies.write(chat, writing, settings, details=False)) as batches:
+                for steps in batches:
+                    yield reply.text if steps else STILL
         if reply.state == "failed":
             raise gr.Error(reply.notices[-1], print_exception=False)
         yield reply.text
@@ -198,6 +225,17 @@ class ChatHandlers:
         """Answer ``text`` in the tab's chat, for as long as the tab shows it."""
         settings = Settings.read(*values)
         chat = self.tabs.chat(tab)
+        with _refusing(), self.replies.pending.place():
+            self._check(chat, text, settings)
+            yield from self._answer(tab, chat, text, settings, box)
+
+    def _check(self, chat: Chat, text: str, settings: Settings) -> None:
+        """Refuse what is too long for this page, before anything of it is kept. Raises LimitError."""
+        self.replies.check(text, settings)
+        if chat.characters + len(text) > self.replies.limits.chat_characters or len(chat.messages) >= MAX_MESSAGES:
+            raise LimitError("this chat is full: begin a new one")
+
+    def _answer(self, tab: str, chat: Chat, text: str, settings: Settings, box: Any) -> Iterator[Frame]:
         writing = chat.ask(text)
         reply = writing.reply
         feed = PanelFeed(
@@ -287,7 +325,18 @@ def _plain(value: Any) -> str:
     return str(value["text"]) if isinstance(value, dict) else str(value)
 
 
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Tell the visitor why this page refuses what they ask."""
+    try:
+        yield
+    except (LimitError, TooManyError) as error:
+        raise gr.Error(explain(error), print_exception=False) from None
+
+
 def _tab(request: gr.Request) -> str:
+    if len(request.session_hash or "") > _LONGEST_NAME:
+        raise gr.Error("The name of this session is too long.", print_exception=False)
     return request.session_hash or secrets.token_hex(16)  # who has no session shares nothing with anybody
 
 

@@ -6,9 +6,9 @@ its K/V back at once; its text is remembered for a while, so that a reloaded pag
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from typing import Any, Literal
 from specdec.conversation import Conversation
 from specdec.prompt import Prompt
 from ui.settings import Settings
+from ui.visitors import Shared
 
 Role = Literal["user", "assistant"]
 State = Literal["writing", "done", "stopped", "failed"]
@@ -24,10 +25,10 @@ MAX_WARM = 8
 """Chats that keep their K/V; the least recently used gives it up first and is simply read again when it goes on."""
 MAX_TABS = 256
 MAX_CLOSED = 256
-MAX_TEXT = 2_000_000
-"""Characters of a saved chat that the page may hand in."""
 MAX_MESSAGES = 1000
-"""Messages of such a chat."""
+"""Messages of one chat."""
+MAX_TEXT = 2_000_000
+"""Characters of one chat on one's own machine."""
 
 
 @dataclass(slots=True)
@@ -87,7 +88,8 @@ class Chat:
     """One conversation as a tab shows it: questions, each followed by its reply.
 
     ``conversation`` is the engine's side of it, None while it holds no K/V. ``writing`` is the latest reply's,
-    ``finished`` the latest one that was decoded here, for whoever wants to check it.
+    ``finished`` the latest one that was decoded here, for whoever wants to check it. ``line``: who waits to ask, the first
+    comes first.
     """
 
     id: str = field(default_factory=lambda: secrets.token_hex(16))
@@ -95,6 +97,12 @@ class Chat:
     conversation: Conversation | None = None
     writing: Writing | None = None
     finished: Finished | None = None
+    line: list[object] = field(default_factory=list)
+
+    @property
+    def characters(self) -> int:
+        """Of all its messages."""
+        return sum(len(message.text) for message in self.messages)
 
     @property
     def busy(self) -> bool:
@@ -151,26 +159,29 @@ class Chat:
         return {"id": self.id, "title": self.title(), "messages": [message.to_json() for message in self.messages]}
 
 
-def read_messages(raw: Any) -> list[Message]:
-    """The messages of a chat as the browser stored it. Raises ValueError for anything else."""
+def read_messages(raw: Any, characters: int = MAX_TEXT) -> list[Message]:
+    """The messages of a chat as the browser stored it. Raises ValueError for anything else, or more than ``characters``."""
     if not isinstance(raw, list):
         raise ValueError("no list of messages")
     if len(raw) > MAX_MESSAGES:
         raise ValueError("too many messages")
     messages = [Message.read(message) for message in raw]
+    if sum(len(str(message)) for message in messages) > characters:
+        raise ValueError("too long")
     if [message.role for message in messages] != ["user", "assistant"] * (len(messages) // 2):
         raise ValueError("questions and answers must take turns")
-    if sum(len(str(message)) for message in messages) > MAX_TEXT:
-        raise ValueError("too long")
     return messages
 
 
 class Tabs:
-    """The chat of each open tab (of each session of a client), by its session hash."""
+    """The chat of each open tab (of each session of a client), by its session hash.
 
-    def __init__(self) -> None:
-        self._chats: OrderedDict[str, Chat] = OrderedDict()
-        self._closed: OrderedDict[str, list[Message]] = OrderedDict()
+    What nobody used for ``kept_seconds`` is forgotten.
+    """
+
+    def __init__(self, kept_seconds: float = math.inf) -> None:
+        self._chats: Shared[Chat] = Shared(MAX_TABS, kept_seconds, lambda chat: chat.busy, self._close)
+        self._closed: Shared[list[Message]] = Shared(MAX_CLOSED, kept_seconds)
         self._lock = threading.Lock()
 
     def chat(self, tab: str) -> Chat:
@@ -191,20 +202,22 @@ class Tabs:
         tabs never write into one.
         """
         with self._lock:
-            if tab in self._chats and self._chats[tab].id == chat_id:
-                return self._show(tab, self._chats[tab])
+            present = self._chats.get(tab)
+            if present is not None and present.id == chat_id:
+                return self._show(tab, present)
             self._leave(tab)
             shown = next((chat for chat in self._chats.values() if chat.id == chat_id), None)
             if shown is not None:
                 return self._show(tab, Chat(messages=[_copy(message) for message in shown.messages]))
-            return self._show(tab, Chat(chat_id, self._closed.get(chat_id, messages)))
+            return self._show(tab, Chat(chat_id, self._closed.get(chat_id) or messages))
 
     def delete(self, tab: str, chat_id: str) -> Chat:
         """Forget a closed chat, or the one that the tab shows; the tab's chat then, maybe a new one."""
         with self._lock:
-            if tab in self._chats and self._chats[tab].id == chat_id:
+            present = self._chats.get(tab)
+            if present is not None and present.id == chat_id:
                 self._leave(tab)
-            self._closed.pop(chat_id, None)
+            self._closed.pop(chat_id)
             return self._show(tab, self._chats.get(tab) or Chat())
 
     def close(self, tab: str) -> None:
@@ -226,24 +239,19 @@ class Tabs:
         return len(self._chats)
 
     def _leave(self, tab: str) -> None:
-        chat = self._chats.pop(tab, None)
-        if chat is None:
-            return
+        chat = self._chats.pop(tab)
+        if chat is not None:
+            self._close(tab, chat)
+
+    def _close(self, tab: str, chat: Chat) -> None:
         chat.stop()
         chat.conversation = None
         if chat.messages:
-            self._closed[chat.id] = chat.messages
-            self._closed.move_to_end(chat.id)
-        while len(self._closed) > MAX_CLOSED:
-            self._closed.popitem(last=False)
+            self._closed.put(chat.id, chat.messages)
 
     def _show(self, tab: str, chat: Chat) -> Chat:
-        self._chats[tab] = chat
-        self._chats.move_to_end(tab)
-        while len(self._chats) > MAX_TABS:
-            *others, _ = self._chats
-            self._leave(next((other for other in others if not self._chats[other].busy), others[0]))
-        for cold in list(self._chats.values())[:-MAX_WARM]:
+        self._chats.put(tab, chat)
+        for cold in self._chats.values()[:-MAX_WARM]:
             cold.conversation = None
         return chat
 

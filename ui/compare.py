@@ -25,6 +25,7 @@ from ui.replies import Preparing, Replies, Waiting
 from ui.settings import Settings
 from ui.trace import Json, Recorder
 from ui.turns import GaveUp, Stops, in_line
+from ui.visitors import TooManyError
 
 LANES: tuple[Decoding, ...] = ("plain", "linear", "tree")
 
@@ -56,6 +57,14 @@ class Comparisons:
     def run(self, tab: str, text: str, decodings: Sequence[str], settings: Settings) -> Iterator[str]:
         """Compare ``decodings`` on one prompt; yields payloads for the page's race."""
         settings = self._replies.limits.settings(settings)
+        try:
+            with self._replies.pending.place():
+                self._replies.check(text, settings)
+                yield from self._run(tab, text, decodings, settings)
+        except (TooManyError, LimitError) as error:
+            yield _payload(error=explain(error))
+
+    def _run(self, tab: str, text: str, decodings: Sequence[str], settings: Settings) -> Iterator[str]:
         lanes = [Lane(decoding, self._recorder()) for decoding in LANES if decoding in decodings]
         if not text.strip() or len(lanes) < 2:
             yield _payload(error="A comparison needs a prompt and at least two lanes.")
@@ -102,23 +111,25 @@ class Comparisons:
         @decoder.telling(lambda words: put(Preparing(words)))
         def work() -> None:
             prompt = replies.fit([*messages, {"role": "user", "content": text}], settings.max_tokens)
+            clock = Clock(stop, replies.limits.seconds)
             for lane in lanes:
-                chosen, clock = replace(settings, decoding=lane.decoding), Clock(stop, replies.limits.seconds)
+                chosen = replace(settings, decoding=lane.decoding)
                 for step in decoder.steps(decoder.conversation(remember=False), prompt, chosen, clock.ends, details=True):
                     lane.recorder.add(step)
                     put(lane)
-                if clock.late:
-                    raise LimitError(f"this page's limit is {replies.limits.seconds:.0f} seconds a lane: ask for fewer tokens")
-            if not stop.is_set():
-                put(self._agreement(prompt, lanes, settings))
+            agreement = None if clock.ends() else self._agreement(prompt, lanes, settings, clock)
+            if clock.late:
+                raise LimitError(f"this page's limit is {replies.limits.seconds:.0f} seconds: ask for fewer tokens")
+            if agreement is not None:
+                put(agreement)
 
         with suppress(GaveUp):
             self._replies.turns.run(work, stop.is_set, lambda ahead: put(Waiting(ahead)))
 
-    def _agreement(self, prompt: Prompt, lanes: list[Lane], settings: Settings) -> Json:
+    def _agreement(self, prompt: Prompt, lanes: list[Lane], settings: Settings, clock: Clock) -> Json | None:
         """Whether the lanes say the same; else who says what the first one says, and where the others part from it.
 
-        With that comes how near a tie the target saw there, and why the choice may differ.
+        With that comes how near a tie the target saw there, and why the choice may differ. None once the ``clock`` ends it.
         """
         said: dict[tuple[int, ...], list[str]] = {}
         for lane in lanes:
@@ -127,7 +138,9 @@ class Comparisons:
         if not others:
             return {"same": True, "tokens": len(reference)}
         positions = [_parting(reference, token_ids) for token_ids, _ in others]
-        report = self._replies.decoder.audit(prompt, reference[: max(positions) + 1], settings, lambda: False)
+        report = self._replies.decoder.audit(prompt, reference[: max(positions) + 1], settings, clock.ends)
+        if clock.ends():
+            return None
         margins: list[float] = report.margins.tolist()
         dtype = self._replies.engine.model.dtype
         apart = [

@@ -10,6 +10,7 @@ from specdec.errors import MemoryFullError, NotANumberError
 from specdec.prompt import PromptError
 from specdec.request import RequestError
 from ui.limits import LimitError
+from ui.visitors import TooManyError
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +20,7 @@ def explain(error: Exception) -> str:
     if isinstance(error, gr.Error):  # from a Space's machinery, or explained already where it happened
         return str(error.message) if error.title == "Error" else f"{error.title}: {error.message}. The chat goes on: try again."
     line = " ".join(str(error).split())[:300]
-    if isinstance(error, MemoryFullError | NotANumberError | PromptError | RequestError | LimitError):
+    if isinstance(error, MemoryFullError | NotANumberError | PromptError | RequestError | LimitError | TooManyError):
         return line[:1].upper() + line[1:]
     log.error("the engine failed", exc_info=error)
     return f"The engine failed ({type(error).__name__}: {line}). The chat goes on: try again, or change the settings."

@@ -14,8 +14,11 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from specdec.folders import cache_folder, model_file
 from specdec.speculators.memory import Memory, Remembered
+from specdec.speculators.storage import set_aside
 from specdec.stats import Stats
 from ui.chats import Chat, Tabs
 from ui.replies import Replies
@@ -34,9 +37,12 @@ class MemoryKeeper:
     def __init__(self, replies: Replies, tabs: Tabs) -> None:
         self.path: Path | None = None
         """The file of the present model's memory, once `open` was called."""
+        self.why_off = ""
+        """Why it is off although it was switched on, in a sentence."""
         self._replies = replies
         self._tabs = tabs
         self._saved = 0
+        self._lock: FileLock | None = None  # held as long as the memory is in use: two apps do not undo each other's changes
         self._figures = threading.Lock()  # they are noted outside the engine's thread
 
     @property
@@ -46,8 +52,8 @@ class MemoryKeeper:
 
     @property
     def on(self) -> bool:
-        """Whether it is switched on."""
-        return not self._off.exists()
+        """Whether it is switched on, and in use once it was opened."""
+        return not self._off.exists() and (self.path is None or self.memory is not None)
 
     @property
     def _off(self) -> Path:
@@ -59,17 +65,30 @@ class MemoryKeeper:
         threading.Thread(target=self._save_when_idle, daemon=True, name="memory").start()
 
     def open(self) -> None:
-        """Give the engine the memory of its model, unless it is switched off; a damaged file is a warning."""
+        """Give the engine the memory of its model, unless it is switched off or another app uses it.
+
+        A file that cannot be used is set aside, with a warning.
+        """
+        self._release()
         self.path = model_file("memory", self._replies.engine.model)
-        if not self.on:
+        if self._off.exists():
+            return
+        try:
+            self._acquire(self.path)
+            self.why_off = ""
+        except OSError as error:
+            self.why_off = f"It cannot be used: {error}."
+            log.warning("the memory is off: %s", error)
             return
         memory = Memory()
         try:
             memory.load(self.path)
         except FileNotFoundError:
             pass
-        except (ValueError, OSError) as error:
-            log.warning("%s", error)
+        except OSError as error:
+            log.warning("the memory cannot be read: %s", error)
+        except ValueError as error:
+            log.warning("%s: it is kept as %s, and the memory begins empty", error, set_aside(self.path).name)
         self._saved = memory.clock
         self._replies.engine.memory = memory
         self._tabs.cool()
@@ -79,6 +98,22 @@ class MemoryKeeper:
         self.save()
         self._replies.engine.memory = None
         self._tabs.cool()
+        self._release()
+
+    def _acquire(self, path: Path) -> None:
+        """Be the only app that uses the file; raises OSError if that cannot be."""
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = FileLock(f"{path}.lock", mode=0o600, thread_local=False)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise OSError("another app on this machine is using it") from None
+        self._lock = lock
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def save(self) -> None:
         """Write to the disk, if there is anything new."""
@@ -98,6 +133,7 @@ class MemoryKeeper:
             self.open()
         else:
             self.close()
+            self.why_off = ""
             self._off.parent.mkdir(parents=True, exist_ok=True)
             self._off.touch()
 
@@ -107,8 +143,16 @@ class MemoryKeeper:
             with self._figures:
                 self.memory.wipe()
             self._saved = self.memory.clock
-        if self.path is not None:
+        if self.path is None:
+            return
+        if self._lock is not None:
             self.path.unlink(missing_ok=True)
+            return
+        self._acquire(self.path)
+        try:
+            self.path.unlink(missing_ok=True)
+        finally:
+            self._release()
 
     def read(self, file: Path) -> int:
         """Take in the text in ``file``; its number of tokens. Raises ValueError if it is not text or the memory is off."""
@@ -143,7 +187,10 @@ class MemoryKeeper:
                 done = ENGINE_THREAD.submit(task)
             except RuntimeError:  # the program is ending; `save` runs once more at exit
                 return
-            done.result()
+            try:
+                done.result()
+            except Exception:
+                log.exception("the memory failed; the chats go on")
             task = self.save
             time.sleep(GLANCE)
             while not self._replies.turns.idle:
@@ -152,7 +199,7 @@ class MemoryKeeper:
 
 def rate(replies: Sequence[Remembered]) -> float:
     """Tokens per pass over several replies."""
-    return sum(reply.tokens for reply in replies) / sum(reply.passes for reply in replies)
+    return sum(reply.tokens for reply in replies) / max(sum(reply.passes for reply in replies), 1)
 
 
 def count(number: int, what: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -11,8 +11,11 @@ from typing import Any, TypeVar
 import gradio as gr
 
 from specdec.speculators.memory import Remembered
+from ui.gate import below_uploads
 from ui.keeper import MemoryKeeper, count, rate
+from ui.pump import apart
 from ui.turns import Turns
+from ui.visitors import is_owner
 
 T = TypeVar("T")
 
@@ -26,10 +29,11 @@ _PRIVACY = (
 
 
 class MemorySection:
-    """Builds the section's components inside the surrounding block and wires them."""
+    """Builds the section's components inside the surrounding block and wires them; they obey ``owner`` alone."""
 
-    def __init__(self, keeper: MemoryKeeper, turns: Turns, tab: gr.Tab) -> None:
+    def __init__(self, keeper: MemoryKeeper, turns: Turns, tab: gr.Tab, owner: str | None = None) -> None:
         self._keeper = keeper
+        self._owner = owner
         self._turns = turns
         switch = gr.Checkbox(keeper.on, label="Remember across chats", info=_PRIVACY, elem_id="memory-switch")
         summary = gr.HTML("", elem_id="memory-summary")
@@ -44,27 +48,37 @@ class MemorySection:
         line = gr.HTML("", elem_id="memory-line")
 
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-        tab.select(lambda: (keeper.on, self.summary()), outputs=[switch, summary], queue=False, **quiet)
-        switch.input(self.switch, switch, [summary, line], concurrency_limit=None, **quiet)
+        tab.select(self.show, outputs=[switch, summary], queue=False, **quiet)
+        switch.input(apart(self.switch), switch, [summary, line], concurrency_limit=None, **quiet)
         for button in (files, folder):
-            button.upload(self.read, button, [summary, line], concurrency_limit=None, **quiet)
+            button.upload(apart(self.read), button, [summary, line], concurrency_limit=None, **quiet)
         wipe.click(lambda: gr.update(visible=True), outputs=confirm, queue=False, **quiet)
         gr.on([keep.click, wipe_now.click], lambda: gr.update(visible=False), outputs=confirm, queue=False, **quiet)
-        wipe_now.click(self.wipe, None, [summary, line], concurrency_limit=None, **quiet)
+        wipe_now.click(apart(self.wipe), None, [summary, line], concurrency_limit=None, **quiet)
 
-    def switch(self, on: bool) -> Iterator[tuple[Any, str]]:
+    def show(self) -> tuple[bool, str]:
+        """How switch and summary stand."""
+        self._check()
+        return self._keeper.on, self.summary()
+
+    def switch(self, on: bool) -> Generator[tuple[Any, str], None, None]:
         """Turn the memory on or off."""
         said = "On: from now on chats are remembered." if on else "Off. What was remembered before stays until you wipe it."
         yield from self._change(partial(self._keeper.switch, on), said)
 
-    def wipe(self) -> Iterator[tuple[Any, str]]:
+    def wipe(self) -> Generator[tuple[Any, str], None, None]:
         """Forget everything."""
         yield from self._change(self._keeper.wipe, "Wiped: nothing is remembered, and the file is deleted.")
 
-    def read(self, uploads: Sequence[str] | None) -> Iterator[tuple[Any, str]]:
-        """Take in the files handed over, between the replies; the copies that came with the upload are deleted."""
-        files = [Path(upload) for upload in uploads or []]
-        tokens, refused = 0, []
+    def read(self, uploads: Sequence[str] | None) -> Generator[tuple[Any, str], None, None]:
+        """Take in the files handed over, between the replies; the copies that came with the upload are deleted.
+
+        It is the client that names the files: what was not uploaded is neither read nor deleted.
+        """
+        self._check()
+        named = [(upload, below_uploads(upload)) for upload in uploads or []]
+        files = [file for _, file in named if file is not None]
+        tokens, refused = 0, [Path(upload).name for upload, file in named if file is None]
         try:
             for number, file in enumerate(files, start=1):
                 yield gr.skip(), _line(f"Reading {number} of {count(len(files), 'file')} …")
@@ -75,25 +89,31 @@ class MemorySection:
         finally:
             for file in files:
                 file.unlink(missing_ok=True)
-        yield self.summary(), _line(_taken_in(tokens, len(files) - len(refused), refused, self._keeper.on))
+        yield self.summary(), _line(_taken_in(tokens, len(named) - len(refused), refused, self._keeper.on))
 
     def summary(self) -> str:
         """What is remembered, as HTML."""
         memory, path = self._keeper.memory, self._keeper.path
         size = _size(path) if path is not None and path.exists() else "nothing on disk"
         if memory is None:
-            return f"<p>Off; {size}.</p>"
+            return f"<p>Off; {size}.{' ' + escape(self._keeper.why_off) if self._keeper.why_off else ''}</p>"
         known, replies = len(memory), count(len(memory.replies), "reply")
         parts = [
             f"<p><b>{known:,}</b> contexts known from {replies} and texts handed over, {known / memory.capacity:.1%} of the "
-            f'room there is; <span title="{escape(str(path))}">{size}</span>.</p>'
+            f'room there is; <span title="{escape(path.name if path else "")}">{size}</span>.</p>'
         ]
         if len(memory.replies) >= 2:
             parts.append(_progress(memory.replies))
         return "".join(parts)
 
-    def _change(self, change: Callable[[], None], done: str) -> Iterator[tuple[Any, str]]:
+    def _check(self) -> None:
+        """Refuse whoever is not the owner."""
+        if not is_owner(self._owner):
+            raise gr.Error("The memory belongs to the owner of this page.", print_exception=False)
+
+    def _change(self, change: Callable[[], None], done: str) -> Generator[tuple[Any, str], None, None]:
         """Change the memory between two replies; yields summary and line for the page."""
+        self._check()
         if not self._turns.idle:
             yield gr.skip(), _line("Waiting for the reply to end …")
         try:

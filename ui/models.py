@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from html import escape
 from typing import Any
@@ -24,9 +24,10 @@ from specdec.target import UnsupportedModelError
 from ui.chats import Tabs
 from ui.errors import explain
 from ui.keeper import MemoryKeeper
-from ui.pump import Pump
+from ui.pump import Pump, apart
 from ui.replies import Replies
-from ui.turns import Stops, in_line
+from ui.turns import ENDING, Stops, in_line
+from ui.visitors import is_owner
 
 log = logging.getLogger(__name__)
 
@@ -104,9 +105,15 @@ class Models:
 
 
 class ModelSection:
-    """Builds the section's components inside the surrounding block and wires them; ``header`` shows the model in use."""
+    """Builds the section's components inside the surrounding block and wires them; ``header`` shows the model in use.
 
-    def __init__(self, models: Models, replies: Replies, header: gr.HTML, show: Callable[[], str]) -> None:
+    Only ``owner`` may change the model.
+    """
+
+    def __init__(
+        self, models: Models, replies: Replies, header: gr.HTML, show: Callable[[], str], owner: str | None = None
+    ) -> None:
+        self._owner = owner
         self._models = models
         self._replies = replies
         self._show = show
@@ -124,11 +131,13 @@ class ModelSection:
             stop = gr.Button("Stop", size="sm", visible=False, elem_id="model-stop")
         line = gr.HTML("", elem_id="model-line")
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-        load.click(self.load, name, [line, header, name, load, stop], concurrency_limit=None, **quiet)
+        load.click(apart(self.load), name, [line, header, name, load, stop], concurrency_limit=None, **quiet)
         stop.click(self.stop, queue=False, **quiet)
 
-    def load(self, name: str | None, request: gr.Request) -> Iterator[tuple[Any, Any, Any, Any, Any]]:
+    def load(self, name: str | None, request: gr.Request) -> Generator[tuple[Any, Any, Any, Any, Any], None, None]:
         """Exchange the model; yields for (line, header, name, load, stop). A tab that goes away ends it."""
+        if not is_owner(self._owner):
+            raise gr.Error("The model is chosen by the owner of this page.", print_exception=False)
         name = (name or "").strip()
         if not name:
             yield _line("Name a model first."), gr.skip(), gr.skip(), gr.skip(), gr.skip()
@@ -166,7 +175,7 @@ class ModelSection:
             def progress(text: str, fraction: float | None) -> None:
                 if changed.is_set():  # what the engine prepares from then on is part of a reply
                     return
-                if stop.is_set():
+                if stop.is_set() or ENDING.is_set():
                     raise Stopped
                 tell(text, fraction)
 

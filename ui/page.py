@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -12,17 +13,21 @@ from gradio.events import api
 
 from specdec.engine import SpeculativeEngine
 from ui.chat import ChatHandlers
+from ui.gate import Listeners
 from ui.limits import PRIVATE, Limits
 from ui.look import FAVICON, TITLE
 from ui.memory import MemorySection
 from ui.models import Models, ModelSection
-from ui.panel import live_panel
+from ui.panel import complaint, live_panel
+from ui.panel import open_trace as opened
 from ui.prompts import EXAMPLES
+from ui.pump import apart
 from ui.race import CompareTab
 from ui.relay import Relay
 from ui.settings import MAX_TOKENS, Settings
 from ui.shelf import shelf
 from ui.study import study_when_idle
+from ui.visitors import Pending, TooManyError, is_owner
 
 _LATEX: list[dict[str, str | bool]] = [
     {"left": "$$", "right": "$$", "display": True},
@@ -47,6 +52,7 @@ class _ChatParts:
     meter: gr.HTML
     audit: gr.Button
     settings: list[Any]
+    sections: list[gr.Tab]
 
 
 def build(
@@ -55,18 +61,24 @@ def build(
     memory: bool = False,
     loading: Mapping[str, Any] | None = None,
     limits: Limits = PRIVATE,
+    owner: str | None = None,
+    shared: bool = False,
+    listeners: Listeners | None = None,
 ) -> gr.Blocks:
     """The whole page around one engine; with ``study`` it learns about its model while nobody waits for a reply.
 
-    For a page that one person uses: with ``memory`` it remembers across chats, and has a switch for that; with ``loading``
-    (arguments of `specdec.loading.load`) another model can be chosen. ``limits``: of each reply.
+    With ``memory`` it remembers across chats; with ``loading`` (arguments of `specdec.loading.load`) another model can be
+    chosen. Both have a section in the settings for the owner: who is logged in as ``owner``, or whoever has the page, unless it
+    is ``shared``. ``limits``: of each visitor. What nobody of ``listeners`` hears ends.
     """
     handlers = ChatHandlers(engine, limits, memory)
     if handlers.keeper is not None:
         handlers.keeper.start()
     if study:
         study_when_idle(handlers.replies)
-    with gr.Blocks(title=TITLE, analytics_enabled=False, fill_width=True) as demo:
+    owned = owner is not None or not shared
+    listening = listeners.listening if listeners is not None else lambda: True
+    with gr.Blocks(title=TITLE, analytics_enabled=False, fill_width=True, delete_cache=(600, 3600)) as demo:
         with gr.Sidebar(open=False, width=290, elem_id="chats"):
             new = gr.Button("New chat", elem_id="new-chat", size="sm")
             saved = shelf()
@@ -74,21 +86,37 @@ def build(
         with gr.Tabs(elem_id="tabs"):
             with gr.Tab("Chat"), gr.Row(elem_id="columns"):
                 with gr.Column(elem_id="chat-column", min_width=0):
-                    parts = _chat_column(handlers, header, loading)
+                    parts = _chat_column(handlers, header, loading if owned else None, owner, owned)
                 with gr.Column(elem_id="panel-column", min_width=0):
-                    panel = live_panel()
+                    panel = live_panel(opening=_opening(handlers.replies.pending))
             with gr.Tab("Compare"):
-                CompareTab(handlers.comparisons)
+                CompareTab(handlers.comparisons, listening)
         relay = Relay()
-        settled = _wire(handlers, relay, parts, panel, saved, new)
+        settled = _wire(handlers, relay, parts, panel, saved, new, listening)
         demo.unload(handlers.leave)
         demo.unload(relay.leave)
+        if parts.sections and owner is not None:
+            demo.load(lambda: [gr.update(visible=is_owner(owner))] * len(parts.sections), outputs=parts.sections, **_QUICK)
         if loading is not None:  # another tab may have changed the model
             for happened in (demo.load, *(event.then for event in settled)):
                 happened(lambda: _header(handlers.model_facts), outputs=header, **_QUICK)
-        api(handlers.api, api_name="chat", concurrency_limit=None)
+        api(apart(handlers.api, listening), api_name="chat", concurrency_limit=None)
     _queue(demo)
     return demo  # type: ignore[no-any-return]
+
+
+def _opening(pending: Pending) -> Callable[[str], str]:
+    """Opens traces one at a time, each as work of the visitor who asks."""
+    lock = threading.Lock()
+
+    def open_trace(text: str) -> str:
+        try:
+            with pending.place(), lock:
+                return opened(text)
+        except TooManyError as error:
+            return complaint(str(error))
+
+    return open_trace
 
 
 def _queue(demo: gr.Blocks) -> None:
@@ -113,7 +141,9 @@ def _header(model: dict[str, str]) -> str:
     )
 
 
-def _chat_column(handlers: ChatHandlers, header: gr.HTML, loading: Mapping[str, Any] | None) -> _ChatParts:
+def _chat_column(
+    handlers: ChatHandlers, header: gr.HTML, loading: Mapping[str, Any] | None, owner: str | None, owned: bool
+) -> _ChatParts:
     chatbot = gr.Chatbot(
         elem_id="chatbot",
         show_label=False,
@@ -148,14 +178,17 @@ def _chat_column(handlers: ChatHandlers, header: gr.HTML, loading: Mapping[str, 
     with gr.Accordion("Settings", open=False, elem_id="settings"), gr.Tabs(elem_id="settings-tabs"):
         with gr.Tab("Reply"):
             settings = _setting_fields()
-        if handlers.keeper is not None:
-            with gr.Tab("Memory") as tab:
-                MemorySection(handlers.keeper, handlers.replies.turns, tab)
+        sections = []
+        if handlers.keeper is not None and owned:
+            with gr.Tab("Memory", visible=owner is None) as tab:
+                MemorySection(handlers.keeper, handlers.replies.turns, tab, owner)
+            sections.append(tab)
         if loading is not None:
-            with gr.Tab("Model"):
+            with gr.Tab("Model", visible=owner is None) as tab:
                 models = Models(handlers.replies, handlers.tabs, handlers.keeper, loading)
-                ModelSection(models, handlers.replies, header, lambda: _header(handlers.model_facts))
-    return _ChatParts(chatbot, examples, box, meter, audit, settings)
+                ModelSection(models, handlers.replies, header, lambda: _header(handlers.model_facts), owner)
+            sections.append(tab)
+    return _ChatParts(chatbot, examples, box, meter, audit, settings, sections)
 
 
 def _setting_fields() -> list[Any]:
@@ -194,7 +227,15 @@ def _setting_fields() -> list[Any]:
     return [decoding, budget, temperature, top_p, seed, max_tokens, system_prompt]
 
 
-def _wire(handlers: ChatHandlers, relay: Relay, parts: _ChatParts, panel: gr.HTML, saved: gr.HTML, new: gr.Button) -> list[Any]:
+def _wire(
+    handlers: ChatHandlers,
+    relay: Relay,
+    parts: _ChatParts,
+    panel: gr.HTML,
+    saved: gr.HTML,
+    new: gr.Button,
+    listening: Callable[[], bool],
+) -> list[Any]:
     """Wire the chat; returns the events at which a reply has ended."""
     chatbot, box, fields = parts.chatbot, parts.box, parts.settings
     frame = [chatbot, box, panel, parts.meter, saved]
@@ -208,12 +249,12 @@ def _wire(handlers: ChatHandlers, relay: Relay, parts: _ChatParts, panel: gr.HTM
     ]
     settled = []
     for begun in beginnings:
-        streamed = begun.success(relay.stream, None, [chatbot, panel], trigger_mode="multiple", **slow)
+        streamed = begun.success(apart(relay.stream, listening), None, [chatbot, panel], trigger_mode="multiple", **slow)
         settled.append(streamed.then(handlers.settle, None, frame, trigger_mode="multiple", **_QUICK))
     chatbot.undo(handlers.undo, outputs=frame, **_QUICK)
     box.stop(handlers.stop, **_QUICK)
     panel.select(handlers.whole, outputs=panel, **_QUICK)
-    parts.audit.click(handlers.audit, outputs=frame, **slow)
+    parts.audit.click(apart(handlers.audit, listening), outputs=frame, **slow)
     gr.on([chatbot.clear, new.click], handlers.clear, outputs=frame, **_QUICK)
     saved.select(handlers.open, outputs=frame, **_QUICK)
     saved.delete(handlers.delete, outputs=frame, **_QUICK)

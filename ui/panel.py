@@ -34,7 +34,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gradio as gr
@@ -59,8 +59,11 @@ panel.receive(props.value);
 """
 
 
-def live_panel(elem_id: str = "specdec-panel") -> gr.HTML:
-    """The panel as a component; its value is a payload string."""
+def live_panel(elem_id: str = "specdec-panel", opening: Callable[[str], str] | None = None) -> gr.HTML:
+    """The panel as a component; its value is a payload string.
+
+    ``opening`` stands in for `open_trace`, under the same name.
+    """
     frontend.serve_assets()
     return gr.HTML(
         value="",
@@ -69,7 +72,7 @@ def live_panel(elem_id: str = "specdec-panel") -> gr.HTML:
         head=frontend.head(),
         apply_default_css=False,
         elem_id=elem_id,
-        server_functions=[open_trace],
+        server_functions=[opening or open_trace],
         assets=frontend.addresses(),
     )
 

@@ -6,10 +6,13 @@ second. So the page cannot pace the engine, however slow the browser is. What wa
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from functools import partial, wraps
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -20,7 +23,41 @@ INTERVAL = 0.08
 PULSE = 0.25
 """Seconds after which an empty batch is handed out, so that whoever takes the batches can notice that nobody listens."""
 
-_END = object()
+STILL: Any = object()
+"""What a handler yields when it has nothing new, so that whoever runs it can notice that nobody listens."""
+UNHEARD = 10.0
+"""Seconds without anybody who listens after which a handler ends."""
+
+_END: Any = object()
+
+
+def apart(
+    handler: Callable[..., Generator[T, None, None]], listening: Callable[[], bool] = lambda: True
+) -> Callable[..., AsyncIterator[T]]:
+    """``handler`` as one that takes none of the few threads that all of Gradio's handlers share, however long it waits.
+
+    Each run has a thread of its own. It is closed once nobody is ``listening()`` to what it yields; `STILL` is not passed on.
+    """
+
+    @wraps(handler)
+    async def run(*arguments: Any, **named: Any) -> AsyncIterator[T]:
+        thread = ThreadPoolExecutor(1, thread_name_prefix="handler")
+        items = handler(*arguments, **named)
+        heard = time.monotonic()
+        try:
+            while True:
+                step = partial(next, items, _END)
+                item = await asyncio.wrap_future(thread.submit(copy_context().run, step))
+                heard = time.monotonic() if listening() else heard
+                if item is _END or time.monotonic() - heard > UNHEARD:
+                    return
+                if item is not STILL:
+                    yield item
+        finally:
+            thread.submit(items.close)  # behind the step that is under way
+            thread.shutdown(wait=False)
+
+    return run
 
 
 class Pump(Generic[T]):

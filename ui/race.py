@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from html import escape
 from typing import Any
@@ -12,6 +12,7 @@ import gradio as gr
 from ui import frontend
 from ui.compare import LANES, Comparisons
 from ui.prompts import EXAMPLES
+from ui.pump import apart
 from ui.settings import Settings
 
 SCRIPT = frontend.ASSETS / "race.js"
@@ -30,7 +31,7 @@ _WHY = (
 class CompareTab:
     """Builds the tab's components inside the surrounding ``gr.Tab`` and wires them."""
 
-    def __init__(self, comparisons: Comparisons) -> None:
+    def __init__(self, comparisons: Comparisons, listening: Callable[[], bool]) -> None:
         self._comparisons = comparisons
         gr.set_static_paths([SCRIPT])
         with gr.Column(elem_id="compare"):
@@ -59,7 +60,7 @@ class CompareTab:
         for button, example in ready:
             button.click(lambda text=example.prompt: text, outputs=prompt, queue=False, **quiet)
         run.click(
-            self.run,
+            apart(self.run, listening),
             [prompt, lanes, budget, max_tokens, temperature, seed],
             [race, run, stop],
             concurrency_limit=None,
@@ -76,7 +77,7 @@ class CompareTab:
         max_tokens: float,
         temperature: float,
         seed: float,
-    ) -> Iterator[tuple[Any, Any, Any]]:
+    ) -> Generator[tuple[Any, Any, Any], None, None]:
         """Run one comparison."""
         asked = Settings.read("tree", budget, temperature, 1.0, seed, max_tokens, "")
         settings = replace(asked, max_tokens=min(max(asked.max_tokens, 16), 512))  # all lanes are replayed from one payload

@@ -7,7 +7,8 @@ tells how they stand afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+import threading
+from collections.abc import Callable, Generator
 from contextlib import closing
 from functools import wraps
 from typing import Any
@@ -15,16 +16,25 @@ from typing import Any
 import gradio as gr
 
 from ui.chat import NOTHING, Frame
+from ui.chats import MAX_TABS
+from ui.visitors import Shared
 
 Answer = Callable[..., Generator[Frame, None, None]]
 """A handler whose first frame says that a reply begins; closing it ends the reply."""
+
+
+UNSTREAMED = 30.0
+"""Seconds after which a reply that was begun and never streamed is given up."""
 
 
 class Relay:
     """Between the answering handlers and the page: ``begin(handler)``, then `stream`."""
 
     def __init__(self) -> None:
-        self._frames: dict[str | None, Generator[Frame, None, None]] = {}
+        self._frames: Shared[Generator[Frame, None, None]] = Shared(
+            MAX_TABS, UNSTREAMED, leave=lambda _, frames: frames.close()
+        )
+        self._lock = threading.Lock()
 
     def begin(self, answer: Answer) -> Callable[..., Frame]:
         """A handler that gives the first frame of ``answer`` and leaves the others to `stream`."""
@@ -35,26 +45,28 @@ class Relay:
             frame = next(frames, None)
             if frame is not None:
                 tab = next(one.session_hash for one in arguments if isinstance(one, gr.Request))
-                self._drop(tab)
-                self._frames[tab] = frames
+                self._take(tab).close()
+                with self._lock:
+                    self._frames.put(tab or "", frames)
             return frame or NOTHING
 
         return first
 
-    def stream(self, request: gr.Request) -> Iterator[tuple[Any, Any]]:
+    def stream(self, request: gr.Request) -> Generator[tuple[Any, Any], None, None]:
         """The values of (chatbot, panel), frame by frame."""
-        with closing(self._frames.pop(request.session_hash, _none())) as frames:
+        with closing(self._take(request.session_hash)) as frames:
             for rows, _, panel, *_ in frames:
                 yield rows, panel
             yield NOTHING[:2]  # Gradio repeats the last values at the end, when the tab may show another chat
 
     def leave(self, request: gr.Request) -> None:
         """The tab was closed or reloaded."""
-        self._drop(request.session_hash)
+        self._take(request.session_hash).close()
 
-    def _drop(self, tab: str | None) -> None:
-        """End a reply that was begun and never streamed."""
-        self._frames.pop(tab, _none()).close()
+    def _take(self, tab: str | None) -> Generator[Frame, None, None]:
+        """The reply that was begun in the tab and is not streamed yet; no frames if there is none."""
+        with self._lock:
+            return self._frames.pop(tab or "") or _none()
 
 
 def _none() -> Generator[Frame, None, None]:

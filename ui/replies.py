@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specdec.engine import SpeculativeEngine
 from specdec.prompt import Prompt, PromptError, encode, fair_share
@@ -20,6 +20,7 @@ from ui.pump import INTERVAL, Pump
 from ui.settings import Settings
 from ui.space import ON_ZEROGPU
 from ui.turns import GaveUp, Turns, in_line
+from ui.visitors import Pending
 from ui.zerogpu import LentDecoder
 
 _UNWATCHED = 0.2
@@ -64,6 +65,7 @@ class Replies:
         self.limits = limits
         self.decoder = LentDecoder(engine) if ON_ZEROGPU else Decoder(engine)
         self.turns = Turns()
+        self.pending = Pending(limits.pending)
         self.noted: Callable[[Chat, Settings, Stats], None] = lambda chat, settings, stats: None
         """Hears the figures of every reply."""
 
@@ -72,20 +74,27 @@ class Replies:
         """The engine in use; `ui.models` may exchange it."""
         return self.decoder.engine
 
+    def check(self, text: str, settings: Settings) -> None:
+        """Refuse a question that is far too long, before anything of it is kept. Raises LimitError."""
+        self.limits.check((text, settings.system_prompt), self.engine.target.context_limit)
+
     def fit(self, messages: Sequence[Mapping[str, str]], max_tokens: int) -> Prompt:
         """``messages`` as a prompt, the oldest left out where they and a fair reply do not fit the context together.
 
         Raises PromptError, or LimitError where it is this page that reads no more.
         """
         context, limits = self.engine.target.context_limit, self.limits
+        limits.check((messages[0]["content"], messages[-1]["content"]), context)
+        messages, left_out = _latest(messages, limits.characters(context))
         share = fair_share(max_tokens, context)
         if limits.prompt_tokens >= context - share:
-            return encode(self.engine.tokenizer, messages, context - 1, share)
-        limits.check(messages[0], messages[-1])
-        try:
-            return encode(self.engine.tokenizer, messages, limits.prompt_tokens)
-        except PromptError as error:
-            raise LimitError(limits.too_long()) from error
+            prompt = encode(self.engine.tokenizer, messages, context - 1, share)
+        else:
+            try:
+                prompt = encode(self.engine.tokenizer, messages, limits.prompt_tokens)
+            except PromptError as error:
+                raise LimitError(limits.too_long(context)) from error
+        return replace(prompt, trimmed=prompt.trimmed + left_out)
 
     def write(self, chat: Chat, writing: Writing, settings: Settings, details: bool) -> Generator[list[Step], None, None]:
         """Let the reply that `Chat.ask` began grow.
@@ -174,6 +183,22 @@ class Replies:
                 self.turns.run(work, stop.is_set, lambda ahead: put(Waiting(ahead)))
 
         return Pump(produce).batches(INTERVAL if details else _UNWATCHED)
+
+
+def _latest(messages: Sequence[Mapping[str, str]], characters: int) -> tuple[Sequence[Mapping[str, str]], int]:
+    """A chat without the oldest questions and answers that cannot fit ``characters``, and how many messages those are.
+
+    So that what would be left out of the prompt anyway is not even tokenised.
+    """
+    first = 1 if messages[0]["role"] == "system" else 0
+    start = len(messages) - 1
+    room = characters - len(messages[-1]["content"])
+    while start > first:
+        room -= sum(len(message["content"]) for message in messages[start - 2 : start])
+        if room < 0:
+            break
+        start -= 2
+    return [*messages[:first], *messages[start:]], start - first
 
 
 def figures(stats: Stats, settings: Settings) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from specdec.zerogpu import gpu_is_lent
+
 ON_SPACE = "SPACE_ID" in os.environ
 """The page is served by Hugging Face, to anybody."""
-ON_ZEROGPU = os.environ.get("SPACES_ZERO_GPU", "").lower() in ("1", "t", "true")
+ON_ZEROGPU = gpu_is_lent()
 """No process keeps a GPU: each call of a function decorated with `GPU` gets one, in a forked child of its own."""
 
 if ON_ZEROGPU:

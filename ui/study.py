@@ -8,7 +8,7 @@ import time
 
 from specdec.study import ROUNDS
 from ui.replies import Replies
-from ui.turns import ENGINE_THREAD, Turns
+from ui.turns import ENDING, ENGINE_THREAD, Turns
 
 log = logging.getLogger(__name__)
 
@@ -49,4 +49,4 @@ def _go_on(replies: Replies) -> None:
     engine, vocabulary = replies.engine, replies.engine.vocabulary
     complete = vocabulary.adjacent >= engine.target.vocab_size and vocabulary.rounds >= ROUNDS
     if engine.pass_cost.plain <= SLOWEST and not complete:
-        engine.study(lambda what, share: replies.turns.idle)
+        engine.study(lambda what, share: replies.turns.idle and not ENDING.is_set())

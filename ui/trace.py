@@ -75,6 +75,8 @@ MAX_BYTES = 32 * 2**20
 MAX_STEPS = 20_000
 MAX_NODES = 1_024
 MAX_SECONDS = 1e6
+_PARTS = 20
+"""Lists and objects of a record, at most; counted before they are read, for empty ones take much more room than their text."""
 
 TokenText = Callable[[Sequence[int]], list[str]]
 """The text of each token, one by one; `specdec.engine.SpeculativeEngine.token_texts`."""
@@ -145,6 +147,7 @@ def load_trace(source: Path | str) -> Json:
         except TraceError as error:
             raise TraceError(f"{source.name}: {error}") from None
     _check(len(source) <= MAX_BYTES, f"larger than {MAX_BYTES >> 20} MiB")
+    _check(source.count("{") + source.count("[") <= _PARTS * MAX_STEPS, "not a trace: too many lists and objects")
     try:
         trace = json.loads(source.removeprefix("\ufeff"))  # the byte order mark of some editors
     except (ValueError, RecursionError):

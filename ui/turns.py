@@ -18,11 +18,14 @@ from typing import TypeVar
 
 import torch
 
+from specdec.devices import usable_cores
 from ui.visitors import visitor
 
 T = TypeVar("T")
 
 ENGINE_THREAD = ThreadPoolExecutor(1, thread_name_prefix="engine")
+ENDING = threading.Event()
+"""Set once the program ends: whatever is under way then ends at its next step."""
 
 
 def leave_a_core() -> None:
@@ -31,7 +34,7 @@ def leave_a_core() -> None:
     The target's threads wait for the slowest of them, so on two busy cores one thread is faster than two.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max((os.cpu_count() or 1) - 1, 1))
+        torch.set_num_threads(max(usable_cores() - 1, 1))
 
 
 _GLANCE = 0.1  # seconds between two looks at whether somebody who waits has given up
@@ -124,10 +127,12 @@ class Turns:
     def _wait(self, ticket: _Ticket, cancelled: Callable[[], bool], waiting: Callable[[int], None]) -> None:
         told = 0
         with self._moved:
-            while ahead := self._line.index(ticket):
-                if cancelled():
-                    raise GaveUp
+            while not (cancelled() or ENDING.is_set()):
+                ahead = self._line.index(ticket)
+                if not ahead:
+                    return
                 if ahead != told:
                     told = ahead
                     waiting(ahead)
                 self._moved.wait(_GLANCE)
+            raise GaveUp

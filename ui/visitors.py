@@ -1,23 +1,124 @@
-"""Visitors: who stands behind a request, so that the queue is fair to people and not to tabs."""
+"""Visitors: who stands behind a request, and what each of them may hold of what all share."""
 
 from __future__ import annotations
 
+import math
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ipaddress import ip_address, ip_network
+from typing import Generic, TypeVar
+
 from gradio.context import LocalContext
 
-from ui.space import ON_SPACE
+V = TypeVar("V")
+
+
+class TooManyError(ValueError):
+    """A visitor has begun as much as one may have going; the message is one line for them."""
 
 
 def visitor() -> str | None:
-    """The address behind the present event, as far as the server knows it; None where nobody asked, or nobody can be told.
+    """The address behind the present event, None where nobody asked. Of IPv6 the network: whoever has one has all of it.
 
-    On a Space every event comes through the platform's proxy, which says for whom. A client may lie to it: it then has its
-    turns in the line like anybody else, but more of them.
+    `specdec.serving.clients` has looked through the proxies already.
     """
-    request = LocalContext.request.get(None)
-    if request is None:
-        return None
-    if ON_SPACE:
-        forwarded: str = request.headers.get("x-forwarded-for", "")
-        return forwarded.split(",")[0].strip() or None
-    host: str | None = getattr(getattr(request, "client", None), "host", None)
-    return host
+    host: str | None = getattr(getattr(LocalContext.request.get(None), "client", None), "host", None)
+    try:
+        address = ip_address(host or "")
+    except ValueError:
+        return host
+    return str(ip_network((str(address), 64), strict=False)) if address.version == 6 else host
+
+
+def is_owner(owner: str | None) -> bool:
+    """Whether the present event comes from who is logged in as ``owner``; without one, from whoever sits at this machine."""
+    return owner is None or getattr(LocalContext.request.get(None), "username", None) == owner
+
+
+class Pending:
+    """How much work each visitor has begun and not yet got; at most ``most`` each."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._begun: Counter[str | None] = Counter()
+        self._lock = threading.Lock()
+
+    @property
+    def total(self) -> int:
+        """The work of all visitors together."""
+        return self._begun.total()
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """Count as work of the present visitor while open. Raises TooManyError if that is one too many."""
+        who = visitor()
+        with self._lock:
+            if self._begun[who] >= self._most:
+                raise TooManyError(f"You already have {self._most} replies waiting: let one of them end, or stop it.")
+            self._begun[who] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._begun[who] -= 1
+                if not self._begun[who]:
+                    del self._begun[who]
+
+
+class Shared(Generic[V]):
+    """A table of bounded size under keys that clients choose.
+
+    When it is full, the visitor who has most in it gives up what they used longest ago, if possible what is not ``needed``; so
+    nobody pushes out what belongs to another by coming back under new keys. What nobody used for ``seconds`` goes, too.
+    ``leave`` hears what goes. Not safe for threads by itself.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        seconds: float = math.inf,
+        needed: Callable[[V], bool] = lambda value: False,
+        leave: Callable[[str, V], None] = lambda key, value: None,
+    ) -> None:
+        self._most, self._seconds = most, seconds
+        self._needed, self._leave = needed, leave
+        self._held: OrderedDict[str, tuple[V, str | None, float]] = OrderedDict()  # with its visitor and when it was used
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._held
+
+    def get(self, key: str) -> V | None:
+        """The value under ``key``, if there is one."""
+        return self._held[key][0] if key in self._held else None
+
+    def values(self) -> list[V]:
+        """All values, the one used last at the end."""
+        return [value for value, _, _ in self._held.values()]
+
+    def put(self, key: str, value: V) -> None:
+        """Keep ``value`` as the one used last, for the present visitor; what there is no room for leaves."""
+        now = time.monotonic()
+        self._held[key] = value, visitor(), now
+        self._held.move_to_end(key)
+        while (oldest := next(iter(self._held))) != key and self._held[oldest][2] < now - self._seconds:
+            self._evict(oldest)
+        while len(self._held) > self._most:
+            self._evict(self._least_deserved(key))
+
+    def pop(self, key: str) -> V | None:
+        """Take out the value under ``key``, if there is one; ``leave`` does not hear of it."""
+        return self._held.pop(key)[0] if key in self._held else None
+
+    def _evict(self, key: str) -> None:
+        self._leave(key, self._held.pop(key)[0])
+
+    def _least_deserved(self, new: str) -> str:
+        (greediest, _), *_ = Counter(who for _, who, _ in self._held.values()).most_common(1)
+        theirs = [key for key, (_, who, _) in self._held.items() if who == greediest and key != new]
+        return next((key for key in theirs if not self._needed(self._held[key][0])), (theirs or list(self._held))[0])

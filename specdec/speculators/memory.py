@@ -93,10 +93,12 @@ class Memory:
         try:
             unpack(arrays, "text", self.text)
             unpack(arrays, "logits", self.logits)
-            weights = arrays["weights"]
-            self.replies = [Remembered(*row) for row in arrays["replies"].tolist()]
+            weights, replies = arrays["weights"].astype(np.float32), arrays["replies"]
+            if replies.dtype.kind not in "iu" or replies.shape != (len(replies), len(Remembered._fields)):
+                raise ValueError("the figures of its replies are none")
         except (KeyError, ValueError, TypeError) as error:
             self.wipe()
-            raise ValueError(f"{path} holds no speculator memory ({error}); delete it to start afresh") from error
+            raise ValueError(f"{path} holds no speculator memory ({error})") from error
+        self.replies = [reply for row in replies.tolist() if (reply := Remembered(*row)).passes > 0 and reply.tokens >= 0]
         if weights.shape == WEIGHTS_SHAPE and np.isfinite(weights).all():
-            self.weights = weights.astype(np.float32)
+            self.weights = weights

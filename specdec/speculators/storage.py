@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import zlib
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
+import psutil  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
 from specdec.speculators._compiled import compiled
@@ -69,13 +68,17 @@ def _insert(
 def save_arrays(path: str | os.PathLike[str], arrays: Arrays, compress: bool = True) -> None:
     """Write ``arrays`` to ``path``; a reader sees the old file or the new one, never half of one.
 
-    Without ``compress`` the file is about three times as large and written ten times as fast.
+    Only the user may read the file. Without ``compress`` the file is about three times as large and written ten times as fast.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
+    for left in target.parent.glob(f"{target.name}.*.partial"):
+        writer = left.name.split(".")[-2]
+        if not (writer.isdecimal() and psutil.pid_exists(int(writer))):  # it was killed meanwhile
+            left.unlink(missing_ok=True)
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     try:
-        with partial.open("wb") as file:
+        with open(partial, "wb", opener=_for_the_user_alone) as file:
             (np.savez_compressed if compress else np.savez)(file, allow_pickle=False, **arrays)
         partial.replace(target)
     finally:
@@ -87,5 +90,16 @@ def load_arrays(path: str | os.PathLike[str]) -> Arrays:
     try:
         with np.load(path, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}
-    except (ValueError, EOFError, AttributeError, TypeError, BadZipFile, zlib.error) as error:
-        raise ValueError(f"{path} is damaged or not one of our files ({error}); delete it to start afresh") from error
+    except OSError:
+        raise
+    except Exception as error:  # which one depends on what is damaged: the archive, a header, a compressed or a plain array
+        raise ValueError(f"{path} is damaged or not one of our files ({type(error).__name__}: {error})") from error
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a file that cannot be used, so that nothing writes over it; its new name."""
+    return path.replace(path.with_name(f"{path.name}.damaged"))
+
+
+def _for_the_user_alone(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

@@ -123,7 +123,7 @@ class Vocabulary:
             if min(vocabulary.adjacent, vocabulary.rounds) < 0:
                 raise ValueError("its progress is negative")
         except (KeyError, ValueError, TypeError) as error:
-            raise ValueError(f"{path} holds no vocabulary table ({error}); delete it to build it anew") from error
+            raise ValueError(f"{path} holds no vocabulary table ({error})") from error
         return vocabulary
 
 

@@ -32,6 +32,7 @@ import gradio as gr
 from specdec.engine import SpeculativeEngine
 from specdec.errors import LoadError
 from specdec.serving.hosts import EVERY_ADDRESS, LOCAL, Hosts
+from specdec.serving.service import Service
 from specdec.target import UnsupportedModelError
 from ui import zerogpu
 from ui.gate import Listeners, gate
@@ -40,7 +41,7 @@ from ui.look import TITLE, look
 from ui.models import chat_engine
 from ui.page import build
 from ui.trace import TraceError, load_trace, to_html
-from ui.turns import ENDING, ENGINE_THREAD, leave_a_core
+from ui.turns import ENDING, leave_a_core
 
 gc.enable()
 
@@ -112,6 +113,12 @@ def parser() -> argparse.ArgumentParser:
         help="remember across chats, in a file on this machine, with a switch in the page; by default only where the page "
         "is served to this machine alone",
     )
+    page.add_argument(
+        "--parallel",
+        type=_parallel,
+        metavar="N",
+        help="replies that are written at once, in the same target passes; by default as many as pay and fit the memory",
+    )
     page.add_argument("--trace", metavar="FILE", help="draw a saved reply instead, as a page that needs no model and no server")
     page.add_argument("--no-browser", action="store_true", help="do not open the page in the browser")
     return parser
@@ -132,20 +139,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _check_port(options.host, options.port)
             if options.host not in LOCAL:
                 _say(_exposure(options.host, options.port, auth is not None))
-        # ZeroGPU gives weights to the GPU only from the main thread; elsewhere one thread does all the work (`ui.turns`)
-        engine = _engine(options) if ON_ZEROGPU else ENGINE_THREAD.submit(_engine, options).result()
+        # ZeroGPU gives weights to the GPU only from the main thread; elsewhere the service's thread does all the work
+        service = Service()
+        service.use(_engine(options) if ON_ZEROGPU else service.call(lambda: _engine(options)))
         with tempfile.TemporaryDirectory(prefix="token-tree-", ignore_cleanup_errors=True) as uploads:
             os.environ["GRADIO_TEMP_DIR"] = uploads
             listeners = Listeners()
-            page = _page(engine, options, listeners)
-            if not ON_ZEROGPU:
-                ENGINE_THREAD.submit(getattr, engine, "pass_cost")  # measured while the page opens; a reply waits for it
-            del engine  # the page may exchange it for another
+            page = _page(service, options, listeners)
             gc.freeze()  # nor is there any among what stays from here on
             _say("ready" if ON_SPACE else f"ready at http://{_url_host(options.host)}:{options.port} (Ctrl+C ends it)")
             in_browser = not (options.no_browser or _is_public(options))
             page.launch(inbrowser=in_browser, auth=auth, prevent_thread_lock=True, **_serving(options, listeners))
             _wait(page)
+            service.close()
+            service.join(10)
     except (StartError, LoadError, UnsupportedModelError, TraceError) as error:
         _say(f"error: {error}")
         return 1
@@ -155,10 +162,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _page(engine: SpeculativeEngine, options: argparse.Namespace, listeners: Listeners) -> gr.Blocks:
+def _page(service: Service, options: argparse.Namespace, listeners: Listeners) -> gr.Blocks:
     shared, auth = _is_public(options), _auth(options.auth)
     return build(
-        engine,
+        service,
         study=options.study and not ON_SPACE,
         memory=_remembers(options),
         loading=None if ON_SPACE else _loading(options),
@@ -166,6 +173,7 @@ def _page(engine: SpeculativeEngine, options: argparse.Namespace, listeners: Lis
         owner=auth[0][0] if auth and shared else None,
         shared=shared,
         listeners=listeners,
+        parallel=options.parallel,
     )
 
 
@@ -258,6 +266,14 @@ def _auth(values: Sequence[str] | None) -> list[tuple[str, str]] | None:
     return pairs
 
 
+def _parallel(value: str) -> int:
+    """A number of replies, at least one."""
+    number = int(value)
+    if number < 1:
+        raise argparse.ArgumentTypeError("at least 1 reply is written at once")
+    return number
+
+
 def _url_host(host: str) -> str:
     """As it stands in an address: IPv6 in brackets."""
     return f"[{host}]" if ":" in host else host
@@ -317,7 +333,9 @@ def __getattr__(name: str) -> gr.Blocks:
     """``app.demo`` for whoever imports this module, such as ``gradio app.py``: built when first asked for."""
     if name != "demo":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    demo = globals()["demo"] = build(_engine(parser().parse_args([])), limits=PUBLIC if ON_SPACE else PRIVATE, shared=ON_SPACE)
+    demo = globals()["demo"] = build(
+        Service(_engine(parser().parse_args([]))), limits=PUBLIC if ON_SPACE else PRIVATE, shared=ON_SPACE
+    )
     return demo
 
 

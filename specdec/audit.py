@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -57,38 +56,45 @@ class Audit:
         return int(differing[0]) if len(differing) else None
 
 
-@torch.inference_mode()
 def audit(
     engine: SpeculativeEngine,
     prompt: Prompt,
     token_ids: Sequence[int],
     cancelled: Callable[[], bool] = lambda: False,
+    run: Callable[[Callable[[], None]], None] = lambda work: work(),
     **arguments: Any,
 ) -> Audit:
     """Re-score the reply ``token_ids`` to ``prompt``, made with ``arguments`` (those of `SpeculativeEngine.stream`).
 
-    Long replies are read in chunks; ``cancelled`` is polled between them, and then the audit ends early. Raises
-    MemoryFullError.
+    It is read in chunks, each by ``run``, which is called with what computes on the target; ``cancelled`` is polled between
+    them, and then the audit ends early. Raises MemoryFullError.
     """
-    target = engine.target
+    target, scheduler = engine.target, engine.scheduler
     request = resolve(engine.model, engine.tokenizer, target.context_limit, prompt, **arguments)
     text = torch.tensor([[*prompt.token_ids, *token_ids]], device=target.device)
-    start = len(prompt.token_ids)
-    cache = target.new_cache()
+    start, cache = len(prompt.token_ids), target.new_cache()
     shortfalls: list[float] = []
     margins: list[float] = []
+
+    def read() -> None:
+        target.prefill(cache, prompt.token_ids[cache.length : min(cache.length + PREFILL_CHUNK, start - 1)])
+
+    @torch.inference_mode()
+    def score() -> None:
+        done = start + len(shortfalls)
+        chunk = text[0, done - 1 : done - 1 + min(PREFILL_CHUNK, start + len(token_ids) - done)].tolist()
+        logits = target.verify(cache, TokenTree.chain(chunk))
+        cache.commit(range(len(chunk)))
+        for row in logits:
+            position = start + len(shortfalls)
+            scores = request.sampler.perturbed(row, text[:, :position])
+            first, second = scores.topk(2).values.tolist()
+            shortfalls.append(max(first - float(scores[token_ids[len(shortfalls)]]), 0.0))
+            margins.append(first - second)
+
     with target.memory_guard():
-        engine.scheduler.with_room(lambda: target.prefill(cache, prompt.token_ids[cache.length : -1]))
+        while cache.length < start - 1 and not cancelled():
+            run(lambda: scheduler.with_room(read))
         while len(shortfalls) < len(token_ids) and not cancelled():
-            done = start + len(shortfalls)
-            chunk = text[0, done - 1 : done - 1 + min(PREFILL_CHUNK, start + len(token_ids) - done)].tolist()
-            with engine.scheduler.lock:
-                logits = engine.scheduler.with_room(partial(target.verify, cache, TokenTree.chain(chunk)))
-                cache.commit(range(len(chunk)))
-                for row in logits:
-                    position = start + len(shortfalls)
-                    scores = request.sampler.perturbed(row, text[:, :position])
-                    first, second = scores.topk(2).values.tolist()
-                    shortfalls.append(max(first - float(scores[token_ids[len(shortfalls)]]), 0.0))
-                    margins.append(first - second)
+            run(lambda: scheduler.with_room(score))
     return Audit(np.array(shortfalls), np.array(margins))

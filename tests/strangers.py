@@ -15,6 +15,7 @@ from toys import ARCHITECTURES, tiny_model, tokenizer
 
 import app
 from specdec.engine import SpeculativeEngine
+from specdec.serving.service import Service
 from ui.gate import Listeners
 
 
@@ -23,36 +24,37 @@ class Held:
 
     def __init__(self) -> None:
         self.engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer())
-        self.engine.pass_cost = self.engine.target.measure_cost()
+        assert self.engine.pass_cost  # measured now, while passes do not wait
+        self.service = Service(self.engine)
         self.free = threading.Event()
         self.free.set()
         self.begun: list[str] = []
-        self._verify, self._stream = self.engine.target.verify, self.engine.stream
-        self.engine.target.verify = self._waiting  # type: ignore[method-assign]
-        self.engine.stream = self._noting  # type: ignore[method-assign]
+        self._run, self._request = self.engine.target.run, self.engine.request
+        self.engine.target.run = self._waiting  # type: ignore[method-assign]
+        self.engine.request = self._noting  # type: ignore[method-assign]
 
     def _waiting(self, *arguments: Any, **named: Any) -> Any:
         assert self.free.wait(60)
-        return self._verify(*arguments, **named)
+        return self._run(*arguments, **named)
 
-    def _noting(self, prompt: Any, **named: Any) -> Any:
+    def _noting(self, prompt: Any, *arguments: Any, **named: Any) -> Any:
         said = self.engine.tokenizer.decode(prompt.token_ids)
         self.begun.append(said.split("<|user|>")[-1].split("<|end|>")[0])
-        return self._stream(prompt, **named)
+        return self._request(prompt, *arguments, **named)
 
 
 @contextmanager
-def serving(engine: SpeculativeEngine, *arguments: str) -> Iterator[str]:
-    """The address of the app, started with these arguments around ``engine``."""
+def serving(service: Service, *arguments: str) -> Iterator[str]:
+    """The address of the app, started with these arguments around ``service``; one reply at a time, unless they say more."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    options = app.parser().parse_args(["--port", str(port), "--no-browser", *arguments])
+    options = app.parser().parse_args(["--port", str(port), "--no-browser", "--parallel", "1", *arguments])
     listeners = Listeners()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("FORWARDED_ALLOW_IPS", "no_proxy", "NO_PROXY"):
             patch.setenv(name, "")
-        page = app._page(engine, options, listeners)
+        page = app._page(service, options, listeners)
         launched = app._serving(options, listeners)
         page.launch(auth=app._auth(options.auth), prevent_thread_lock=True, **launched)
         try:

@@ -25,6 +25,7 @@ from specdec.audit import Audit
 from specdec.cost import PassCost
 from specdec.engine import SpeculativeEngine
 from specdec.request import Decoding
+from specdec.serving.service import Service
 from ui.audits import describe, why_differing
 from ui.chat import SKIP, ChatHandlers, Frame, show
 from ui.chats import MAX_MESSAGES, MAX_WARM, Chat, Message, Tabs, read_messages
@@ -36,7 +37,6 @@ from ui.pump import Pump
 from ui.relay import Relay
 from ui.settings import Settings
 from ui.trace import Recorder
-from ui.turns import GaveUp, Turns
 
 VALUES = ("tree", "auto", 0, 1, 0, 60, "")
 """The setting fields as the page sends them: decoding, budget, temperature, top-p, seed, max tokens, system prompt."""
@@ -45,23 +45,23 @@ QUESTION, SECOND = "the cat sat on the mat", "and then the dog"
 
 @pytest.fixture
 def handlers() -> ChatHandlers:
-    return ChatHandlers(tiny_engine())
+    return ChatHandlers(Service(tiny_engine()))
 
 
 @pytest.fixture
 def slow() -> ChatHandlers:
     """Over an engine whose every pass takes a while; `passes` counts them."""
     engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer())
-    handlers = ChatHandlers(engine)
-    verify = engine.target.verify
+    handlers = ChatHandlers(Service(engine))
+    run = engine.target.run
 
-    def slowly(*arguments: Any) -> Any:
+    def slowly(spans: Any) -> Any:
         time.sleep(0.02)
         handlers.passes += 1  # type: ignore[attr-defined]
-        return verify(*arguments)
+        return run(spans)
 
     handlers.passes = 0  # type: ignore[attr-defined]
-    engine.target.verify = slowly  # type: ignore[method-assign]
+    engine.target.run = slowly  # type: ignore[method-assign]
     return handlers
 
 
@@ -108,7 +108,7 @@ def test_a_reply_is_the_engines_and_its_footer_the_stats(handlers: ChatHandlers)
 def test_reasoning_that_the_template_opens_is_folded() -> None:
     own = copy.deepcopy(tokenizer())
     own.chat_template = TEMPLATE.replace("<|assistant|>", "<|assistant|><think>\n")
-    handlers = ChatHandlers(SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), own))
+    handlers = ChatHandlers(Service(SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), own)))
     frames = send(handlers, QUESTION)
     reasoning, *_ = frames[-1][0][1:]
     assert reasoning["metadata"]["title"] == "Reasoning"
@@ -221,7 +221,7 @@ def test_a_page_that_goes_away_frees_the_engine_and_its_reply_can_be_found_again
     chat = slow.tabs.chat("tab")
     frames.close()
     slow.leave(tab())
-    wait_for(lambda: not slow.replies.turns._line)
+    wait_for(lambda: slow.replies.line.idle)
     passes = slow.passes  # type: ignore[attr-defined]
     time.sleep(0.1)
     assert slow.passes == passes  # type: ignore[attr-defined]
@@ -252,7 +252,7 @@ def test_what_is_captured_during_a_reply_or_a_comparison_is_told_while_it_is_wai
 ) -> None:
     engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer(), static=True)
     monkeypatch.setattr(engine.target, "measure_cost", lambda: PassCost({1: 0.01, 64: 0.01}))
-    handlers, before = ChatHandlers(engine), engine.target.progress
+    handlers = ChatHandlers(Service(engine))
     static = replay_passes(engine.target)
     recorded = static._captured
 
@@ -269,7 +269,7 @@ def test_what_is_captured_during_a_reply_or_a_comparison_is_told_while_it_is_wai
     race = handlers.comparisons.run("tab", QUESTION, ["plain", "tree"], Settings.read(*VALUES))
     statuses = [json.loads(payload).get("status", "") for payload in race]
     assert any(status.startswith("Capturing the target pass of width 1 over") for status in statuses)
-    assert engine.target.progress is before
+    assert not handlers.replies.service._told
 
 
 def test_a_new_chat_takes_nothing_over_from_a_reply_that_is_still_written(slow: ChatHandlers) -> None:
@@ -414,7 +414,7 @@ def test_a_full_context_says_what_was_left_out(handlers: ChatHandlers) -> None:
 def test_a_reply_that_drafted_nothing_says_what_kept_most_of_its_steps_from_it(
     handlers: ChatHandlers, monkeypatch: pytest.MonkeyPatch, budget: str, noticed: list[str]
 ) -> None:
-    monkeypatch.setattr(PassCost, "share", lambda cost, scores, **_: [1] * len(scores))  # where the budget is not given
+    monkeypatch.setattr(PassCost, "share", lambda cost, scores, *_: [1] * len(scores))  # where the budget is not given
     send(handlers, QUESTION, values=("tree", budget, *VALUES[2:5], 12, ""))
     assert handlers.tabs.chat("tab").messages[1].notices == noticed
 
@@ -469,7 +469,7 @@ def test_an_audit_that_is_cut_off_leaves_no_line(handlers: ChatHandlers) -> None
 def test_a_saved_chat_opens_and_goes_on(handlers: ChatHandlers) -> None:
     send(handlers, QUESTION)
     record = handlers.tabs.chat("tab").to_json()
-    later = ChatHandlers(handlers.engine)
+    later = ChatHandlers(Service(handlers.engine))
     later.open(gr.EventData(None, record), tab())
     send(later, SECOND)
     assert texts(later.tabs.chat("tab"))[3] == expected(QUESTION, SECOND)[1]
@@ -541,28 +541,6 @@ def test_the_producer_is_never_paced_by_who_takes_the_batches() -> None:
     assert taken == list(range(200))
 
 
-def test_turns_are_fair_and_one_at_a_time() -> None:
-    turns, order, inside = Turns(), [], []
-
-    def take(number: int) -> None:
-        with turns.turn(lambda: False, lambda ahead: None):
-            inside.append(number)
-            assert len(inside) == 1
-            order.append(number)
-            time.sleep(0.01)
-            inside.clear()
-
-    threads = [threading.Thread(target=take, args=(number,)) for number in range(5)]
-    for thread in threads:
-        thread.start()
-        wait_for(lambda t=thread: t.ident is not None and len(turns._line) + len(order) > threads.index(t))
-    for thread in threads:
-        thread.join()
-    assert order == list(range(5))
-    with turns.turn(lambda: False, lambda ahead: None), pytest.raises(GaveUp), turns.turn(lambda: True, lambda ahead: None):
-        pass
-
-
 @pytest.mark.parametrize("temperature", [0, 0.9])
 def test_the_lanes_of_a_comparison_say_the_same_and_are_timed_by_their_steps(
     handlers: ChatHandlers, temperature: float
@@ -625,7 +603,7 @@ def client(url: str) -> Iterator[Client]:
 
 def test_a_client_chats_and_each_client_has_its_own_conversation() -> None:
     arguments: dict[str, Any] = {"max_tokens": 60, "api_name": "/chat"}
-    with served(build(tiny_engine())) as url, client(url) as one, client(url) as other:
+    with served(build(Service(tiny_engine()))) as url, client(url) as one, client(url) as other:
         assert list(one.view_api(return_format="dict", print_info=False)["named_endpoints"]) == ["/chat"]
         job = one.submit(QUESTION, **arguments)
         first, second = expected(QUESTION, SECOND)
@@ -637,7 +615,7 @@ def test_a_client_chats_and_each_client_has_its_own_conversation() -> None:
 
 
 def test_a_clients_cancel_frees_the_engine(slow: ChatHandlers) -> None:
-    with served(build(slow.engine)) as url, client(url) as one:
+    with served(build(Service(slow.engine))) as url, client(url) as one:
         job = one.submit(QUESTION, max_tokens=60, api_name="/chat")
         wait_for(lambda: len(job.outputs()) > 0)
         job.cancel()
@@ -649,7 +627,7 @@ def test_a_clients_cancel_frees_the_engine(slow: ChatHandlers) -> None:
 
 @pytest.mark.parametrize(("option", "value"), [("decoding", "guess"), ("budget", "many")])
 def test_a_client_learns_what_it_asked_wrong(option: str, value: str) -> None:
-    with served(build(tiny_engine())) as url, client(url) as one, pytest.raises(AppError, match=value):
+    with served(build(Service(tiny_engine()))) as url, client(url) as one, pytest.raises(AppError, match=value):
         one.predict(QUESTION, api_name="/chat", **{option: value})
 
 

@@ -19,6 +19,7 @@ from toys import ARCHITECTURES, tiny_model, tokenizer
 
 import app
 from specdec.engine import SpeculativeEngine
+from specdec.serving.service import Service
 from specdec.speculators.memory import Memory, Remembered
 from specdec.speculators.vocabulary import Vocabulary
 from ui import keeper as keeper_module
@@ -27,7 +28,6 @@ from ui.keeper import MemoryKeeper, count, rate
 from ui.memory import _taken_in
 from ui.page import build
 from ui.settings import Settings
-from ui.turns import ENGINE_THREAD
 
 VALUES = ("tree", "16", 0, 1, 0, 60, "")
 
@@ -42,7 +42,7 @@ def engine(seed: int = 0) -> SpeculativeEngine:
 
 
 def page_with_memory(seed: int = 0) -> tuple[ChatHandlers, MemoryKeeper]:
-    handlers = ChatHandlers(engine(seed), memory=True)
+    handlers = ChatHandlers(Service(engine(seed)), memory=True)
     assert handlers.keeper is not None
     handlers.keeper.open()
     return handlers, handlers.keeper
@@ -64,7 +64,7 @@ def passes(handlers: ChatHandlers, name: str, text: str = QUESTION) -> int:
 
 
 def test_a_second_chat_on_the_same_topic_takes_fewer_passes_with_memory_and_says_the_same() -> None:
-    without, (remembering, _) = ChatHandlers(engine()), page_with_memory()
+    without, (remembering, _) = ChatHandlers(Service(engine())), page_with_memory()
     taken = {name: [passes(handlers, tab) for tab in "ab"] for name, handlers in (("off", without), ("on", remembering))}
     assert taken["off"][0] == taken["off"][1] == taken["on"][0], "a memory of nothing changes nothing"
     assert taken["on"][1] < 0.7 * taken["off"][1]
@@ -99,7 +99,7 @@ def test_it_is_saved_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     at_exit: list[Any] = []
     monkeypatch.setattr(keeper_module.atexit, "register", at_exit.append)
     monkeypatch.setattr(keeper_module, "GLANCE", 1000)
-    handlers = ChatHandlers(engine(), memory=True)
+    handlers = ChatHandlers(Service(engine()), memory=True)
     keeper = handlers.keeper
     assert keeper is not None
     keeper.start()
@@ -180,7 +180,7 @@ def test_whatever_fails_while_it_is_saved_the_next_time_it_is_saved_again(
 ) -> None:
     monkeypatch.setattr(keeper_module.atexit, "register", lambda work: None)
     monkeypatch.setattr(keeper_module, "GLANCE", 0.01)
-    handlers = ChatHandlers(engine(), memory=True)
+    handlers = ChatHandlers(Service(engine()), memory=True)
     keeper = handlers.keeper
     assert keeper is not None
     save, failed = keeper.save, threading.Event()
@@ -315,7 +315,7 @@ def test_counts_read_well() -> None:
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
     monkeypatch.setattr(keeper_module, "GLANCE", 0.1)
-    with served(build(engine(), memory=True)) as url, sync_playwright() as playwright:
+    with served(build(Service(engine()), memory=True)) as url, sync_playwright() as playwright:
         browser = launch_browser(playwright)
         page = browser.new_page()
         page.set_default_timeout(15_000)
@@ -353,5 +353,4 @@ def test_the_section_switches_reads_shows_and_wipes(page: Page, tmp_path: Path) 
     page.get_by_role("button", name="Wipe it").click()
     expect(line).to_contain_text("Wiped")
     expect(summary).to_contain_text(re.compile(r"\b0 contexts known"))
-    ENGINE_THREAD.submit(lambda: None).result()
     assert not files[0].exists()

@@ -23,6 +23,8 @@ from toys import ARCHITECTURES, tiny_model, tokenizer
 from specdec.embedded import Progress
 from specdec.engine import SpeculativeEngine
 from specdec.folders import cache_folder
+from specdec.serving.line import Line
+from specdec.serving.service import Service
 from ui.chat import ChatHandlers
 from ui.models import SUGGESTIONS, Models, ModelSection
 from ui.page import build
@@ -47,7 +49,7 @@ LOADING = {"device": "cpu", "dtype": "float32"}
 
 
 def section() -> tuple[ChatHandlers, ModelSection]:
-    handlers = ChatHandlers(SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer()), memory=True)
+    handlers = ChatHandlers(Service(SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer())), memory=True)
     assert handlers.keeper is not None
     handlers.keeper.open()
     with gr.Blocks():
@@ -125,11 +127,11 @@ def test_loading_can_be_stopped(other: Path) -> None:
 
 
 @contextmanager
-def busy(handlers: ChatHandlers) -> Iterator[list[object]]:
-    """While open, somebody else has the engine; who has it or waits for it."""
-    turns = handlers.replies.turns
-    with turns.turn(lambda: False, lambda ahead: None):
-        yield turns._line
+def busy(handlers: ChatHandlers) -> Iterator[Line]:
+    """While open, somebody else has the engine; the line before it."""
+    line = handlers.replies.line
+    with line.turn("somebody", lambda: False, lambda ahead: None):
+        yield line
 
 
 def test_each_tab_stops_its_own_loading_and_sees_its_place(other: Path) -> None:
@@ -151,7 +153,7 @@ def test_a_tab_that_goes_away_ends_its_loading(other: Path) -> None:
         for _ in range(4):  # it is told of nothing, too: else nobody would notice that the tab is gone
             next(frames)
         frames.close()  # type: ignore[attr-defined]
-        wait_for(lambda: len(line) == 1)
+        wait_for(lambda: not line.waiting)
 
 
 def test_whatever_a_model_fails_with_is_one_line_and_another_try(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,10 +170,10 @@ def test_a_trace_names_the_model_that_wrote_the_reply(other: Path) -> None:
     with busy(handlers) as line:
         changing = threading.Thread(target=lambda: list(models.load(str(other), tab("a"))))
         changing.start()
-        wait_for(lambda: len(line) == 2)
+        wait_for(lambda: line.waiting == 1)
         frames = handlers.send(QUESTION, tab(), *VALUES)
         panels = [next(frames)[2] for _ in range(3)]
-        assert len(line) == 3
+        assert line.waiting == 2
     panels += [frame[2] for frame in frames]
     changing.join()
     messages = [message for panel in panels if isinstance(panel, str) for message in json.loads(panel)["messages"]]
@@ -214,7 +216,7 @@ def test_a_model_that_cannot_be_remembered_is_in_use_all_the_same(other: Path) -
 
 def test_the_section_loads_and_says_what_went_wrong(other: Path) -> None:
     engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer())
-    with served(build(engine, loading=LOADING)) as url, sync_playwright() as playwright:
+    with served(build(Service(engine), loading=LOADING)) as url, sync_playwright() as playwright:
         browser = launch_browser(playwright)
         page = browser.new_page()
         page.set_default_timeout(15_000)
@@ -248,7 +250,7 @@ def test_a_long_loading_shows_how_far_it_is_and_stops_when_told_to(monkeypatch: 
 
     monkeypatch.setattr("ui.models.chat_engine", download)
     engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer())
-    with served(build(engine, loading=LOADING)) as url, sync_playwright() as playwright:
+    with served(build(Service(engine), loading=LOADING)) as url, sync_playwright() as playwright:
         browser = launch_browser(playwright)
         page = browser.new_page()
         page.goto(url)

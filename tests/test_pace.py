@@ -16,6 +16,7 @@ from gradio_client import Client
 from playwright.sync_api import sync_playwright
 
 from specdec.engine import SpeculativeEngine
+from specdec.serving.service import Service
 from specdec.step import Step
 from ui.page import build
 from ui.turns import ENGINE_THREAD, leave_a_core
@@ -85,7 +86,7 @@ def test_the_engine_keeps_its_pace_whoever_is_attached() -> None:
     elsewhere = ProcessPoolExecutor(
         1, mp_context=multiprocessing.get_context("spawn")
     )  # no program shares the engine's process
-    with served(build(engine)) as url, elsewhere:
+    with served(build(Service(engine))) as url, elsewhere:
 
         def nobody() -> None:
             ENGINE_THREAD.submit(list, engine.stream(messages, do_sample=False)).result()

@@ -20,6 +20,7 @@ from steps import random_trace
 from toys import ARCHITECTURES, tiny_engine, tiny_model, tokenizer
 
 from specdec.engine import SpeculativeEngine
+from specdec.serving.service import Service
 from ui.page import build
 
 LIST = "List the months of the year, one a line, each with the number of its days."
@@ -70,7 +71,7 @@ def context(browser: Browser, url: str) -> Iterator[BrowserContext]:
 def toy() -> Iterator[tuple[SpeculativeEngine, str]]:
     """A page in this process, over a tiny model whose context is soon full, and its address."""
     engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer())
-    with served(build(engine)) as address:
+    with served(build(Service(engine))) as address:
         yield engine, address
 
 
@@ -407,7 +408,7 @@ def test_saved_chats_outlive_the_server(browser: Browser, toy_page: Page) -> Non
     finish(toy_page)
     toy_page.wait_for_function("Object.values(localStorage).some((text) => text.includes('4 tok'))")
     state = toy_page.context.storage_state()
-    with served(build(tiny_engine())) as address:
+    with served(build(Service(tiny_engine()))) as address:
         state["origins"][0]["origin"] = address.rstrip("/")
         with browser.new_context(storage_state=state) as context:
             page = open_page(context, address)
@@ -459,7 +460,7 @@ def test_a_system_prompt_is_read_and_a_full_context_and_a_failure_are_told(
     expect(meter).to_have_attribute("aria-valuemax", str(engine.target.context_limit))
     expect(meter).to_have_attribute("aria-valuenow", re.compile(r"^(1\d|[7-9])\d$"))
     with monkeypatch.context() as patch:
-        patch.setattr(engine.target, "verify", broken)
+        patch.setattr(engine.target, "run", broken)
         say(page, "four")
         finish(page)
     expect(reply).to_contain_text("The engine failed (RuntimeError: boom)")
@@ -473,13 +474,13 @@ def test_a_long_reply_of_which_the_panel_lacks_steps_comes_again_whole(
     toy_page: Page, toy: tuple[SpeculativeEngine, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page, (engine, _) = toy_page, toy
-    verify = engine.target.verify
+    run = engine.target.run
 
     def slow(*arguments: Any) -> Any:
         time.sleep(0.15)  # each step has a payload of its own
-        return verify(*arguments)
+        return run(*arguments)
 
-    monkeypatch.setattr(engine.target, "verify", slow)
+    monkeypatch.setattr(engine.target, "run", slow)
     monkeypatch.setattr("ui.panel.MAX_WHOLE", 0)
     limit(page, 20)
     page.evaluate("""() => {

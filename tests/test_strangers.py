@@ -91,7 +91,7 @@ ROUTES = [
 
 
 def test_no_website_reaches_any_route_of_a_page_on_this_machine(engine: Held) -> None:
-    with serving(engine.engine) as address:
+    with serving(engine.service) as address:
         port = address.rsplit(":", 1)[1]
         for headers in FOREIGN:
             headers = {name: value.format(port=port) for name, value in headers.items()}
@@ -106,7 +106,7 @@ def test_no_website_reaches_any_route_of_a_page_on_this_machine(engine: Held) ->
 
 
 def test_another_name_is_served_where_it_is_allowed(engine: Held) -> None:
-    with serving(engine.engine, "--allow-host", "chat.example", "--allow-host", "other.example:81") as address:
+    with serving(engine.service, "--allow-host", "chat.example", "--allow-host", "other.example:81") as address:
         for host, status in (
             ("chat.example", 200),
             ("chat.example:444", 200),
@@ -122,7 +122,7 @@ def test_a_client_cannot_name_a_file_to_be_read_or_deleted(engine: Held, tmp_pat
     outside = tmp_path / "diary.txt"
     outside.write_text("dear diary")
     (tmp_path / "uploads/link.txt").symlink_to(outside)
-    with serving(engine.engine) as address:
+    with serving(engine.service) as address:
         for path in (victim, outside, tmp_path / "uploads/link.txt", tmp_path / "uploads/../diary.txt", "x" * 5000):
             files = [{"path": str(path), "orig_name": "a.txt", "meta": {"_type": "gradio.FileData"}}]
             join = {"data": [files], "session_hash": "s", "fn_index": event(address, "read")}
@@ -136,7 +136,7 @@ def test_a_client_cannot_name_a_file_to_be_read_or_deleted(engine: Held, tmp_pat
 
 
 def test_what_is_uploaded_is_read_and_deleted(engine: Held, tmp_path: Path) -> None:
-    with serving(engine.engine) as address:
+    with serving(engine.service) as address:
         (path,) = httpx.post(f"{address}/gradio_api/upload", files={"files": ("a.txt", b"hello there")}).json()
         assert Path(path).is_relative_to(tmp_path / "uploads")
         files = [{"path": path, "orig_name": "a.txt", "meta": {"_type": "gradio.FileData"}}]
@@ -154,20 +154,20 @@ def test_nothing_is_uploaded_where_the_page_has_no_field_for_it_or_no_room(
     def upload(address: str) -> int:
         return httpx.post(f"{address}/gradio_api/upload", files={"files": ("a.txt", io.BytesIO(b"x" * 100))}).status_code
 
-    with serving(engine.engine, "--public", "--memory") as address:
+    with serving(engine.service, "--public", "--memory") as address:
         assert upload(address) == 404
-    with serving(engine.engine, "--no-memory") as address:
+    with serving(engine.service, "--no-memory") as address:
         assert upload(address) == 404
         assert httpx.get(f"{address}/gradio_api/deep_link?session_hash=s").status_code == 404
     assert not any((tmp_path / "uploads").iterdir())
     monkeypatch.setattr(gate, "MAX_UPLOADS", 50)
-    with serving(engine.engine) as address:
+    with serving(engine.service) as address:
         assert (upload(address), upload(address)) == (200, 507)
 
 
 def test_pending_replies_are_capped_per_visitor_and_others_are_served_in_turn(engine: Held) -> None:
     engine.free.clear()
-    with serving(engine.engine, *PUBLICLY) as address, ThreadPoolExecutor(60) as clients:
+    with serving(engine.service, *PUBLICLY) as address, ThreadPoolExecutor(60) as clients:
         first = clients.submit(heard, address, asked(address, "a-first", visitor="203.0.113.1"))
         until(lambda: engine.begun == ["a-first"])
         greedy = [clients.submit(heard, address, asked(address, f"a{number}", visitor="203.0.113.1")) for number in range(50)]
@@ -186,7 +186,7 @@ def test_pending_replies_are_capped_per_visitor_and_others_are_served_in_turn(en
 
 def test_who_waits_takes_nothing_that_another_needs(engine: Held) -> None:
     engine.free.clear()
-    with serving(engine.engine, *PUBLICLY) as address, ThreadPoolExecutor(80) as clients, ExitStack() as leaving:
+    with serving(engine.service, *PUBLICLY) as address, ThreadPoolExecutor(80) as clients, ExitStack() as leaving:
         leaving.callback(engine.free.set)
         waiting = [clients.submit(heard, address, asked(address, "hi", visitor=f"203.0.113.{number}")) for number in range(60)]
         mine = [clients.submit(heard, address, asked(address, "me", visitor="198.51.100.1")) for _ in range(PUBLIC.pending + 1)]
@@ -202,7 +202,7 @@ def test_a_call_to_which_nobody_listens_never_takes_its_turn(engine: Held, monke
     counts: list[Pending] = []
     monkeypatch.setattr("ui.replies.Pending", lambda most: counts.append(Pending(most)) or counts[-1])
     engine.free.clear()
-    with serving(engine.engine, *PUBLICLY) as address, ThreadPoolExecutor(4) as clients, ExitStack() as leaving:
+    with serving(engine.service, *PUBLICLY) as address, ThreadPoolExecutor(4) as clients, ExitStack() as leaving:
         leaving.callback(engine.free.set)
         first = clients.submit(heard, address, asked(address, "first", visitor="203.0.113.1"))
         until(lambda: engine.begun == ["first"])
@@ -217,7 +217,7 @@ def test_a_call_to_which_nobody_listens_never_takes_its_turn(engine: Held, monke
 
 
 def test_two_messages_of_one_client_are_answered_one_after_the_other(engine: Held) -> None:
-    with serving(engine.engine) as address, ThreadPoolExecutor(2) as clients:
+    with serving(engine.service) as address, ThreadPoolExecutor(2) as clients:
         alone = heard(address, asked(address, "one", session="alone", tokens=40))
         engine.free.clear()
         first = asked(address, "one", session="both", tokens=40)
@@ -249,7 +249,7 @@ def _completed(address: str, session: str, count: int) -> dict[str, tuple[bool, 
 
 
 def test_lengths_are_checked_before_anything_is_stored(engine: Held) -> None:
-    with serving(engine.engine, *PUBLICLY) as address:
+    with serving(engine.service, *PUBLICLY) as address:
         huge = httpx.post(f"{address}/gradio_api/call/chat", content=b"x" * (PUBLIC.body_bytes + 1))
         assert huge.status_code == 413
         chunks = httpx.post(f"{address}/gradio_api/call/chat", content=iter([b"x"]))
@@ -264,7 +264,7 @@ def test_lengths_are_checked_before_anything_is_stored(engine: Held) -> None:
 
 def test_new_sessions_of_a_stranger_do_not_end_the_reply_of_another(engine: Held) -> None:
     engine.free.clear()
-    with serving(engine.engine, *PUBLICLY) as address, ThreadPoolExecutor(1) as clients, ExitStack() as leaving:
+    with serving(engine.service, *PUBLICLY) as address, ThreadPoolExecutor(1) as clients, ExitStack() as leaving:
         leaving.callback(engine.free.set)
         asked(address, "mine", visitor="203.0.113.1", session="mine", tokens=30)
         told = clients.submit(_completed, address, "mine", 1)
@@ -282,7 +282,7 @@ def test_new_sessions_of_a_stranger_do_not_end_the_reply_of_another(engine: Held
 
 
 def test_a_local_page_behind_a_proxy_hints_that_it_may_be_public(engine: Held, capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(engine.engine) as address:
+    with serving(engine.service) as address:
         for _ in range(2):
             httpx.get(address, headers={"X-Forwarded-For": "203.0.113.1"})
     assert capsys.readouterr().err.count("--public --trusted-proxies 1") == 1
@@ -293,10 +293,10 @@ def test_on_a_shared_page_only_the_owner_may_change_model_and_memory(engine: Hel
         return {one["api_name"] for one in httpx.get(f"{address}/config", **options).json()["dependencies"]}
 
     owned = {"wipe", "switch", "read", "load"}
-    with serving(engine.engine, "--public", "--memory") as address:
+    with serving(engine.service, "--public", "--memory") as address:
         assert not owned & names(address), "without an owner there is nothing to change them with"
     arguments = ("--public", "--memory", "--auth", "alice:a", "--auth", "bob:b")
-    with serving(engine.engine, *arguments) as address:
+    with serving(engine.service, *arguments) as address:
         told = {}
         for name, word in (("alice", "a"), ("bob", "b")):
             with httpx.Client(base_url=address, timeout=60) as client:

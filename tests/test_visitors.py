@@ -19,13 +19,14 @@ from toys import ARCHITECTURES, tiny_engine, tiny_model, tokenizer
 import app
 from specdec.engine import SpeculativeEngine
 from specdec.serving.clients import client_address
+from specdec.serving.line import Line, Place
+from specdec.serving.service import Service
 from ui import visitors
 from ui.chat import ChatHandlers, Frame
 from ui.chats import MAX_TABS, Message, Tabs
 from ui.limits import PRIVATE, PUBLIC, Limits
 from ui.page import build
 from ui.settings import MAX_TOKENS, Settings
-from ui.turns import Turns
 from ui.visitors import Pending, Shared, TooManyError
 
 VALUES = ("tree", "auto", 0, 1, 0, 40, "")
@@ -37,14 +38,14 @@ SHORT = ("tree", "auto", 0, 1, 0, 8, "")
 def slow() -> ChatHandlers:
     """Over an engine whose every pass takes a while."""
     engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer())
-    verify = engine.target.verify
+    run = engine.target.run
 
     def slowly(*arguments: Any) -> Any:
         time.sleep(0.05)
-        return verify(*arguments)
+        return run(*arguments)
 
-    engine.target.verify = slowly  # type: ignore[method-assign]
-    return ChatHandlers(engine)
+    engine.target.run = slowly  # type: ignore[method-assign]
+    return ChatHandlers(Service(engine))
 
 
 def visitor(name: str) -> gr.Request:
@@ -86,7 +87,7 @@ def test_who_waits_sees_the_place_and_who_leaves_frees_theirs(slow: ChatHandlers
     list(first)
     list(third)
     assert slow.tabs.chat("c").messages[1].state == "done"
-    assert slow.replies.turns.idle
+    assert slow.replies.line.idle
 
 
 def test_an_audit_waits_visibly_and_frees_its_place_when_its_visitor_leaves(slow: ChatHandlers) -> None:
@@ -100,9 +101,9 @@ def test_an_audit_waits_visibly_and_frees_its_place_when_its_visitor_leaves(slow
     audit.close()  # type: ignore[attr-defined]
     assert slow.tabs.chat("b").messages[1].notices == [], "what has not come is not kept"
     end = time.monotonic() + 30
-    while len(slow.replies.turns._line) > 1 and time.monotonic() < end:
+    while slow.replies.line.waiting and time.monotonic() < end:
         time.sleep(0.02)
-    assert len(slow.replies.turns._line) == 1
+    assert not slow.replies.line.waiting
     slow.stop(visitor("a"))
     list(first)
 
@@ -119,72 +120,68 @@ def test_a_comparison_waits_visibly_until_its_turn_comes(slow: ChatHandlers) -> 
     assert len(last["lanes"]) == 2
 
 
-def test_the_engine_is_never_entered_twice(slow: ChatHandlers) -> None:
-    inside, most = [0], [0]
-    stream = slow.engine.stream
+@pytest.mark.parametrize("width", [1, 3])
+def test_as_many_replies_as_there_is_room_for_share_passes_and_a_comparison_has_them_to_itself(
+    slow: ChatHandlers, width: int
+) -> None:
+    slow.replies.line.widen(width)
+    assert slow.engine.pass_cost  # measured now, which takes passes of several texts
+    run, company = slow.engine.target.run, list[int]()
 
-    def watched(*arguments: Any, **named: Any) -> Any:
-        inside[0] += 1
-        most[0] = max(most[0], inside[0])
-        yield from stream(*arguments, **named)
-        inside[0] -= 1
+    def watched(spans: Any) -> Any:
+        company.append(len(spans))
+        return run(spans)
 
-    slow.engine.stream = watched  # type: ignore[method-assign]
+    slow.engine.target.run = watched  # type: ignore[method-assign]
     threads = [threading.Thread(target=lambda n=name: list(slow.send("question", visitor(n), *SHORT))) for name in "abcd"]
     settings = Settings.read(*SHORT)
-    threads.append(threading.Thread(target=lambda: list(slow.comparisons.run("e", "question", ["plain", "tree"], settings))))
+    races: list[str] = []
+    threads.append(
+        threading.Thread(target=lambda: races.extend(slow.comparisons.run("e", "question", ["plain", "tree"], settings)))
+    )
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert most == [1]
+    assert max(company) == width
+    lanes = json.loads(races[-1])["lanes"]
+    assert {step.get("sequences", 1) for lane in lanes for step in lane["steps"]} == {1}
+
+
+def served_in_order(line: Line, places: list[tuple[str, Place]]) -> str:
+    """Who has their turn, one after the other, once all before them have left."""
+    order, present = "", None
+    while not line.idle:
+        (name, present), *_ = [(name, place) for name, place in places if place.granted.done()]
+        places.remove((name, present))
+        order += name
+        line.leave(present)
+    return order
 
 
 def test_visitors_take_turns_however_often_one_of_them_asks() -> None:
-    turns, order = Turns(), []
-    told: dict[int, list[int]] = {}
-
-    def ask(number: int, name: str) -> None:
-        LocalContext.request.set(gr.Request(client={"host": name}))
-        with turns.turn(lambda: False, told.setdefault(number, []).append):
-            order.append(name)
-
-    with turns.turn(lambda: False, lambda ahead: None):  # somebody else's, until all have asked
-        threads = [threading.Thread(target=ask, args=asked) for asked in enumerate("aaaabcb")]
-        for thread in threads:
-            before = len(turns._line)
-            thread.start()
-            while len(turns._line) == before:
-                time.sleep(0.01)
-        end = time.monotonic() + 5
-        while told[3][-1:] != [7] and time.monotonic() < end:
-            time.sleep(0.01)
-        assert told[3][-1] == 7, "whose place moves back is told so, too"
-    for thread in threads:
-        thread.join()
-    assert "".join(order) == "abcabaa"
+    line = Line()
+    somebody = line.enter("x")
+    places = [(name, line.enter(name)) for name in "aaaabcb"]
+    assert line.ahead(places[3][1]) == 7, "whose place moves back can be told so, too"
+    line.leave(somebody)
+    assert served_in_order(line, places) == "abcabaa"
 
 
 def test_who_comes_back_at_once_is_not_before_the_second_question_of_another() -> None:
-    turns, order = Turns(), []
-
-    def ask(name: str, times: int) -> None:
-        LocalContext.request.set(gr.Request(client={"host": name}))
-        for _ in range(times):
-            with turns.turn(lambda: False, lambda ahead: None):
-                order.append(name)
-                time.sleep(0.01)
-
-    with turns.turn(lambda: False, lambda ahead: None):  # somebody else's, until all have asked
-        threads = [threading.Thread(target=ask, args=asked) for asked in (("a", 1), ("a", 1), ("b", 20), ("c", 20))]
-        for thread in threads:
-            before = len(turns._line)
-            thread.start()
-            while len(turns._line) == before:
-                time.sleep(0.01)
-    for thread in threads:
-        thread.join()
-    assert order[:3] == ["a", "b", "c"]
+    line = Line()
+    somebody = line.enter("x")
+    places = [(name, line.enter(name)) for name in "aabc"]
+    line.leave(somebody)
+    order = ""
+    for _ in range(6):
+        (name, place), *_ = [(name, place) for name, place in places if place.granted.done()]
+        places.remove((name, place))
+        order += name
+        line.leave(place)
+        if name != "a":
+            places.append((name, line.enter(name)))
+    assert order[:3] == "abc"
     assert "a" in order[3:6]
 
 
@@ -279,7 +276,7 @@ def test_a_visitor_has_so_many_replies_pending_and_is_told_so() -> None:
 
 
 def test_clients_without_a_session_share_nothing() -> None:
-    with served(build(tiny_engine())) as url:
+    with served(build(Service(tiny_engine()))) as url:
         first, second = (_call(url, "the cat sat on the mat") for _ in range(2))
     assert first == second, "the second one would have read the first one's conversation"
     assert all(json.loads(first.removeprefix("data:")))
@@ -297,7 +294,7 @@ def _call(url: str, message: str, **headers: str) -> str:
 
 def limited(**limits: Any) -> tuple[ChatHandlers, Limits]:
     most = Limits(**{"prompt_tokens": 10_000, "reply_tokens": 10_000, "seconds": math.inf} | limits)
-    return ChatHandlers(tiny_engine(), most), most
+    return ChatHandlers(Service(tiny_engine()), most), most
 
 
 def test_the_limit_of_a_reply_says_so() -> None:
@@ -308,7 +305,7 @@ def test_the_limit_of_a_reply_says_so() -> None:
 
 
 def test_the_limit_of_time_says_so(slow: ChatHandlers) -> None:
-    handlers = ChatHandlers(slow.engine, Limits(prompt_tokens=10_000, reply_tokens=10_000, seconds=0.3))
+    handlers = ChatHandlers(Service(slow.engine), Limits(prompt_tokens=10_000, reply_tokens=10_000, seconds=0.3))
     *_, last = handlers.send("the cat sat on the mat", visitor("a"), "plain", *VALUES[1:])
     assert json.loads(last[2])["messages"][-1]["finish_reason"] == "time", "the panel must not say that the visitor did it"
     reply = handlers.tabs.chat("a").messages[1]

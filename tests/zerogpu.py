@@ -97,6 +97,7 @@ def main(folder: str) -> dict[str, Any]:
     import app  # first of all that is ours, as on the Space
     import specdec.packing
     import specdec.target
+    from specdec.serving.service import Service
     from ui.chat import ChatHandlers
     from ui.chats import Message
     from ui.limits import PUBLIC
@@ -119,8 +120,9 @@ def main(folder: str) -> dict[str, Any]:
         return forward(*arguments, **named)
 
     type(engine.model).forward = watched
-    handlers = ChatHandlers(engine, PUBLIC)
-    page = build(engine, limits=PUBLIC)
+    service = Service(engine)
+    handlers = ChatHandlers(service, PUBLIC)
+    page = build(service, limits=PUBLIC)
     header = next(block.value for block in page.blocks.values() if getattr(block, "elem_id", None) == "top")
     packed = len(engine.target._packed._packed)
     found: dict[str, Any] = {"device in the parent": handlers.model_facts["device"], "packed in the parent": packed}

@@ -10,12 +10,13 @@ import torch
 
 from specdec.audit import Audit
 from specdec.devices import dtype_name
+from specdec.serving.line import GaveUp
 from ui.chats import Chat, Finished
 from ui.errors import explain
 from ui.limits import Clock, LimitError
 from ui.pump import Pump
 from ui.replies import Replies
-from ui.turns import GaveUp, in_line
+from ui.turns import in_line
 
 PREFIX = "audit"
 GOOD = PREFIX + " ✓"
@@ -44,8 +45,8 @@ def check(replies: Replies, chat: Chat) -> Generator[str, None, None]:
         return report
 
     def produce(put: Callable[[int | Audit], None]) -> None:
-        with suppress(GaveUp):
-            put(replies.turns.run(work, stop.is_set, put))
+        with suppress(GaveUp), replies.turn(stop.is_set, put):
+            put(work())
 
     line = f"{PREFIX}: the target reads the reply again …"
     try:

@@ -17,6 +17,7 @@ import gradio as gr
 
 from specdec.devices import dtype_name
 from specdec.engine import SpeculativeEngine
+from specdec.serving.service import Service
 from ui.audits import GOOD, PREFIX, check
 from ui.chats import MAX_MESSAGES, MAX_TEXT, Chat, Message, Tabs, Writing, read_messages
 from ui.compare import Comparisons
@@ -45,18 +46,18 @@ NOTHING: Frame = (SKIP, SKIP, SKIP, SKIP, SKIP)
 
 
 class ChatHandlers:
-    """Event handlers over one engine; each takes the page's setting fields last, in the order of `Settings.read`.
+    """Event handlers over one service; each takes the page's setting fields last, in the order of `Settings.read`.
 
     With ``memory`` the engine remembers across chats, once `keeper` is started.
     """
 
-    def __init__(self, engine: SpeculativeEngine, limits: Limits = PRIVATE, memory: bool = False) -> None:
+    def __init__(self, service: Service, limits: Limits = PRIVATE, memory: bool = False) -> None:
         self.tabs = Tabs(limits.kept_seconds)
-        self.replies = Replies(engine, limits)
+        self.replies = Replies(service, limits)
         self.comparisons = Comparisons(self.replies)
         self.keeper = MemoryKeeper(self.replies, self.tabs) if memory else None
         if self.keeper is not None:
-            self.replies.noted = self.keeper.note
+            self.replies.listen(self.keeper.note)
 
     @property
     def engine(self) -> SpeculativeEngine:

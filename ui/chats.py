@@ -88,6 +88,7 @@ class Chat:
     """One conversation as a tab shows it: questions, each followed by its reply.
 
     ``conversation`` is the engine's side of it, None while it holds no K/V. ``writing`` is the latest reply's,
+    ``writer`` is held by whoever writes one,
     ``finished`` the latest one that was decoded here, for whoever wants to check it. ``line``: who waits to ask, the first
     comes first.
     """
@@ -96,6 +97,7 @@ class Chat:
     messages: list[Message] = field(default_factory=list)
     conversation: Conversation | None = None
     writing: Writing | None = None
+    writer: threading.Lock = field(default_factory=threading.Lock)
     finished: Finished | None = None
     line: list[object] = field(default_factory=list)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from specdec.prompt import Prompt
 from specdec.request import Decoding
+from specdec.serving.line import GaveUp
 from ui.audits import is_near_tie, why_differing
 from ui.errors import explain
 from ui.limits import Clock, LimitError
@@ -24,7 +25,7 @@ from ui.pump import Pump
 from ui.replies import Preparing, Replies, Waiting
 from ui.settings import Settings
 from ui.trace import Json, Recorder
-from ui.turns import GaveUp, Stops, in_line
+from ui.turns import Stops, in_line
 from ui.visitors import TooManyError
 
 LANES: tuple[Decoding, ...] = ("plain", "linear", "tree")
@@ -104,12 +105,14 @@ class Comparisons:
     def _race(
         self, text: str, lanes: list[Lane], settings: Settings, stop: threading.Event, put: Callable[[Any], None]
     ) -> None:
-        """Decode lane after lane (in the engine's thread); puts the lane at each of its steps, and last the agreement."""
+        """Decode lane after lane while no reply is written; puts the lane at each of its steps, and last the agreement."""
         replies, decoder = self._replies, self._replies.decoder
         messages = [{"role": "system", "content": settings.system_prompt}] if settings.system_prompt else []
-
-        @decoder.telling(lambda words: put(Preparing(words)))
-        def work() -> None:
+        with (
+            suppress(GaveUp),
+            replies.turn(stop.is_set, lambda ahead: put(Waiting(ahead)), alone=True),
+            replies.service.telling(lambda words: put(Preparing(words))),
+        ):
             prompt = replies.fit([*messages, {"role": "user", "content": text}], settings.max_tokens)
             clock = Clock(stop, replies.limits.seconds)
             for lane in lanes:
@@ -122,9 +125,6 @@ class Comparisons:
                 raise LimitError(f"this page's limit is {replies.limits.seconds:.0f} seconds: ask for fewer tokens")
             if agreement is not None:
                 put(agreement)
-
-        with suppress(GaveUp):
-            self._replies.turns.run(work, stop.is_set, lambda ahead: put(Waiting(ahead)))
 
     def _agreement(self, prompt: Prompt, lanes: list[Lane], settings: Settings, clock: Clock) -> Json | None:
         """Whether the lanes say the same; else who says what the first one says, and where the others part from it.

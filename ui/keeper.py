@@ -17,13 +17,13 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from specdec.folders import cache_folder, model_file
+from specdec.serving.service import ClosedError
 from specdec.speculators.memory import Memory, Remembered
 from specdec.speculators.storage import set_aside
 from specdec.stats import Stats
 from ui.chats import Chat, Tabs
 from ui.replies import Replies
 from ui.settings import Settings
-from ui.turns import ENGINE_THREAD
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class MemoryKeeper:
         self._tabs = tabs
         self._saved = 0
         self._lock: FileLock | None = None  # held as long as the memory is in use: two apps do not undo each other's changes
-        self._figures = threading.Lock()  # they are noted outside the engine's thread
+        self._figures = threading.Lock()  # they are noted outside the device's thread
 
     @property
     def memory(self) -> Memory | None:
@@ -184,16 +184,14 @@ class MemoryKeeper:
         task = self.open
         while True:
             try:
-                done = ENGINE_THREAD.submit(task)
-            except RuntimeError:  # the program is ending; `save` runs once more at exit
+                self._replies.service.call(task)
+            except ClosedError:  # the program is ending; `save` runs once more at exit
                 return
-            try:
-                done.result()
             except Exception:
                 log.exception("the memory failed; the chats go on")
             task = self.save
             time.sleep(GLANCE)
-            while not self._replies.turns.idle:
+            while not self._replies.line.idle:
                 time.sleep(GLANCE)
 
 

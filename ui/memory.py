@@ -14,7 +14,7 @@ from specdec.speculators.memory import Remembered
 from ui.gate import below_uploads
 from ui.keeper import MemoryKeeper, count, rate
 from ui.pump import apart
-from ui.turns import Turns
+from ui.replies import Replies
 from ui.visitors import is_owner
 
 T = TypeVar("T")
@@ -31,10 +31,10 @@ _PRIVACY = (
 class MemorySection:
     """Builds the section's components inside the surrounding block and wires them; they obey ``owner`` alone."""
 
-    def __init__(self, keeper: MemoryKeeper, turns: Turns, tab: gr.Tab, owner: str | None = None) -> None:
+    def __init__(self, keeper: MemoryKeeper, replies: Replies, tab: gr.Tab, owner: str | None = None) -> None:
         self._keeper = keeper
         self._owner = owner
-        self._turns = turns
+        self._replies = replies
         switch = gr.Checkbox(keeper.on, label="Remember across chats", info=_PRIVACY, elem_id="memory-switch")
         summary = gr.HTML("", elem_id="memory-summary")
         with gr.Row(elem_id="memory-buttons"):
@@ -114,7 +114,7 @@ class MemorySection:
     def _change(self, change: Callable[[], None], done: str) -> Generator[tuple[Any, str], None, None]:
         """Change the memory between two replies; yields summary and line for the page."""
         self._check()
-        if not self._turns.idle:
+        if not self._replies.line.idle:
             yield gr.skip(), _line("Waiting for the reply to end …")
         try:
             self._take_turn(change)
@@ -123,7 +123,7 @@ class MemorySection:
         yield self.summary(), _line(done)
 
     def _take_turn(self, work: Callable[[], T]) -> T:
-        return self._turns.run(work, lambda: False, lambda ahead: None)
+        return self._replies.take(work, lambda: False, lambda ahead: None)
 
 
 def _size(file: Path) -> str:

@@ -74,7 +74,7 @@ class Models:
         return [*recent, *(name for name in SUGGESTIONS if name not in recent)]
 
     def change(self, name: str, progress: Progress) -> None:
-        """Load ``name`` and let the chats go on with it (in the engine's thread); what ``progress`` raises ends the loading.
+        """Load ``name`` and let the chats go on with it (in the device's thread); what ``progress`` raises ends the loading.
 
         Raises LoadError or UnsupportedModelError; the present model then stays.
         """
@@ -83,7 +83,7 @@ class Models:
         if self._keeper is not None:
             self._keeper.save()
         self._tabs.cool()
-        self._replies.decoder.engine = engine
+        self._replies.service.use(engine)
         gc.unfreeze()  # the app froze what it started with
         gc.collect()
         gc.freeze()
@@ -166,24 +166,19 @@ class ModelSection:
 
     def _changing(self, name: str, stop: threading.Event) -> Iterator[list[News]]:
         """Exchange the model when the engine is free; what there is to tell meanwhile."""
-        changed = threading.Event()
 
         def produce(put: Callable[[News], None]) -> None:
             def tell(text: str, fraction: float | None) -> None:
                 put((text[:1].upper() + text[1:], fraction))
 
             def progress(text: str, fraction: float | None) -> None:
-                if changed.is_set():  # what the engine prepares from then on is part of a reply
-                    return
                 if stop.is_set() or ENDING.is_set():
                     raise Stopped
                 tell(text, fraction)
 
-            def change() -> None:
-                self._models.change(name, progress)
-                changed.set()
-
-            self._replies.turns.run(change, stop.is_set, lambda ahead: tell(in_line(ahead), None))
+            self._replies.take(
+                lambda: self._models.change(name, progress), stop.is_set, lambda ahead: tell(in_line(ahead), None)
+            )
 
         return Pump(produce).batches()
 

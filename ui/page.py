@@ -11,7 +11,7 @@ from typing import Any
 import gradio as gr
 from gradio.events import api
 
-from specdec.engine import SpeculativeEngine
+from specdec.serving.service import Service
 from ui.chat import ChatHandlers
 from ui.gate import Listeners
 from ui.limits import PRIVATE, Limits
@@ -56,7 +56,7 @@ class _ChatParts:
 
 
 def build(
-    engine: SpeculativeEngine,
+    service: Service,
     study: bool = False,
     memory: bool = False,
     loading: Mapping[str, Any] | None = None,
@@ -64,14 +64,20 @@ def build(
     owner: str | None = None,
     shared: bool = False,
     listeners: Listeners | None = None,
+    parallel: int | None = None,
 ) -> gr.Blocks:
-    """The whole page around one engine; with ``study`` it learns about its model while nobody waits for a reply.
+    """The whole page around one service, which writes ``parallel`` replies at once (None: as many as pay).
 
+    With ``study`` it learns about its model while nobody waits for a reply.
     With ``memory`` it remembers across chats; with ``loading`` (arguments of `specdec.loading.load`) another model can be
     chosen. Both have a section in the settings for the owner: who is logged in as ``owner``, or whoever has the page, unless it
     is ``shared``. ``limits``: of each visitor. What nobody of ``listeners`` hears ends.
     """
-    handlers = ChatHandlers(engine, limits, memory)
+    handlers = ChatHandlers(service, limits, memory)
+    if parallel is not None:
+        handlers.replies.line.widen(parallel)
+    else:
+        service.later(lambda: handlers.replies.line.widen(handlers.replies.decoder.parallel()))
     if handlers.keeper is not None:
         handlers.keeper.start()
     if study:
@@ -120,7 +126,7 @@ def _opening(pending: Pending) -> Callable[[str], str]:
 
 
 def _queue(demo: gr.Blocks) -> None:
-    """Gradio's queue: who waits does so in `ui.turns`, so on ZeroGPU, too, it holds more than one event.
+    """Gradio's queue: who waits does so in `specdec.serving.line`, so on ZeroGPU, too, it holds more than one event.
 
     It looks for work 20 times a second, as it does on Windows, instead of 1000 times: each look takes the interpreter lock away
     from the engine's thread.
@@ -181,7 +187,7 @@ def _chat_column(
         sections = []
         if handlers.keeper is not None and owned:
             with gr.Tab("Memory", visible=owner is None) as tab:
-                MemorySection(handlers.keeper, handlers.replies.turns, tab, owner)
+                MemorySection(handlers.keeper, handlers.replies, tab, owner)
             sections.append(tab)
         if loading is not None:
             with gr.Tab("Model", visible=owner is None) as tab:
@@ -239,7 +245,7 @@ def _wire(
     """Wire the chat; returns the events at which a reply has ended."""
     chatbot, box, fields = parts.chatbot, parts.box, parts.settings
     frame = [chatbot, box, panel, parts.meter, saved]
-    # The handlers queue for the engine themselves (`ui.turns`), so that a waiting page can say so.
+    # The handlers queue for the engine themselves (`specdec.serving.line`), so that a waiting page can say so.
     slow: dict[str, Any] = {**_QUICK, "queue": True, "concurrency_limit": None}
     beginnings = [
         box.submit(relay.begin(handlers.send), [box, *fields], frame, **_QUICK),

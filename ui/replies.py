@@ -1,15 +1,18 @@
-"""Replies: from a chat and its settings to a reply that grows. One engine serves every tab, one reply at a time."""
+"""Replies: from a chat and its settings to a reply that grows. One service writes those of every tab, several at once."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from specdec.engine import SpeculativeEngine
 from specdec.prompt import Prompt, PromptError, encode, fair_share
+from specdec.serving.line import GaveUp, Line
+from specdec.serving.service import Service
 from specdec.stats import Stats
 from specdec.step import Step
 from ui.chats import Chat, Finished, Writing
@@ -19,9 +22,11 @@ from ui.limits import PRIVATE, Clock, LimitError, Limits
 from ui.pump import INTERVAL, Pump
 from ui.settings import Settings
 from ui.space import ON_ZEROGPU
-from ui.turns import GaveUp, Turns, in_line
-from ui.visitors import Pending
+from ui.turns import ENDING, in_line
+from ui.visitors import Pending, visitor
 from ui.zerogpu import LentDecoder
+
+T = TypeVar("T")
 
 _UNWATCHED = 0.2
 """Seconds between two updates of a reply of which only the text is read; each takes the interpreter lock from the engine."""
@@ -61,18 +66,37 @@ Event = Waiting | Reading | Preparing | Step
 class Replies:
     """Writes replies into chats, each within ``limits``."""
 
-    def __init__(self, engine: SpeculativeEngine, limits: Limits = PRIVATE) -> None:
+    def __init__(self, service: Service, limits: Limits = PRIVATE) -> None:
         self.limits = limits
-        self.decoder = LentDecoder(engine) if ON_ZEROGPU else Decoder(engine)
-        self.turns = Turns()
+        self.service = service
+        self.decoder = LentDecoder(service) if ON_ZEROGPU else Decoder(service)
+        self.line = Line()
         self.pending = Pending(limits.pending)
-        self.noted: Callable[[Chat, Settings, Stats], None] = lambda chat, settings, stats: None
-        """Hears the figures of every reply."""
+        self._noted: Callable[[Chat, Settings, Stats], None] = lambda chat, settings, stats: None
 
     @property
     def engine(self) -> SpeculativeEngine:
         """The engine in use; `ui.models` may exchange it."""
         return self.decoder.engine
+
+    def turn(
+        self, cancelled: Callable[[], bool], waiting: Callable[[int], None], *, alone: bool = False
+    ) -> AbstractContextManager[None]:
+        """A turn of the present visitor, see `specdec.serving.line.Line.turn`; it is given up, too, once the program ends."""
+        return self.line.turn(visitor() or object(), lambda: cancelled() or ENDING.is_set(), waiting, alone=alone)
+
+    def take(self, work: Callable[[], T], cancelled: Callable[[], bool], waiting: Callable[[int], None]) -> T:
+        """What ``work()`` returns, done in the device's thread while no reply is written."""
+        with self.turn(cancelled, waiting, alone=True):
+            return self.service.call(work)
+
+    def listen(self, noted: Callable[[Chat, Settings, Stats], None]) -> None:
+        """Let ``noted`` hear the figures of every reply."""
+        self._noted = noted
+
+    def _owner(self) -> Hashable:
+        """Who may start from the K/V of the present visitor's texts: on one's own machine every chat, else the visitor's."""
+        return "page" if self.limits is PRIVATE else visitor()
 
     def check(self, text: str, settings: Settings) -> None:
         """Refuse a question that is far too long, before anything of it is kept. Raises LimitError."""
@@ -143,7 +167,7 @@ class Replies:
             reply.notices.append(explain(error))
         finally:
             stop.set()
-            self.noted(chat, settings, stats)
+            self._noted(chat, settings, stats)
             if reply.state == "writing":
                 reply.state = "stopped"
             reason = "cancelled" if step is None or step.finish_reason is None else step.finish_reason
@@ -171,16 +195,17 @@ class Replies:
         self, chat: Chat, messages: list[dict[str, str]], settings: Settings, stop: threading.Event, clock: Clock, details: bool
     ) -> Iterator[list[Event]]:
         def produce(put: Callable[[Event], None]) -> None:
-            @self.decoder.telling(lambda text: put(Preparing(text)))
-            def work() -> None:
+            with (
+                suppress(GaveUp),
+                self.turn(stop.is_set, lambda ahead: put(Waiting(ahead))),
+                self.service.telling(lambda text: put(Preparing(text))),
+                chat.writer,  # the reply before has been stopped, and may have a step to go
+            ):
                 prompt = self.fit(messages, settings.max_tokens)
                 put(Reading(prompt))
                 chat.conversation = chat.conversation or self.decoder.conversation()
-                for step in self.decoder.steps(chat.conversation, prompt, settings, clock.ends, details):
+                for step in self.decoder.steps(chat.conversation, prompt, settings, clock.ends, details, self._owner()):
                     put(step)
-
-            with suppress(GaveUp):
-                self.turns.run(work, stop.is_set, lambda ahead: put(Waiting(ahead)))
 
         return Pump(produce).batches(INTERVAL if details else _UNWATCHED)
 

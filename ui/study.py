@@ -6,9 +6,11 @@ import logging
 import threading
 import time
 
+from specdec.serving.line import Line
+from specdec.serving.service import ClosedError
 from specdec.study import ROUNDS
 from ui.replies import Replies
-from ui.turns import ENDING, ENGINE_THREAD, Turns
+from ui.turns import ENDING
 
 log = logging.getLogger(__name__)
 
@@ -25,23 +27,21 @@ def study_when_idle(replies: Replies) -> None:
 
 def _study(replies: Replies) -> None:
     while True:
-        _wait_for_quiet(replies.turns)
+        _wait_for_quiet(replies.line)
         try:
-            done = ENGINE_THREAD.submit(_go_on, replies)
-        except RuntimeError:  # the program is ending
+            replies.service.call(lambda: _go_on(replies))
+        except ClosedError:  # the program is ending
             return
-        try:
-            done.result()
         except Exception:
             log.exception("the study of the model's vocabulary failed; the chat works without it")
             return
 
 
-def _wait_for_quiet(turns: Turns) -> None:
+def _wait_for_quiet(line: Line) -> None:
     quiet_since = time.monotonic()
     while time.monotonic() - quiet_since < QUIET:
         time.sleep(0.5)
-        if not turns.idle:
+        if not line.idle:
             quiet_since = time.monotonic()
 
 
@@ -49,4 +49,4 @@ def _go_on(replies: Replies) -> None:
     engine, vocabulary = replies.engine, replies.engine.vocabulary
     complete = vocabulary.adjacent >= engine.target.vocab_size and vocabulary.rounds >= ROUNDS
     if engine.pass_cost.plain <= SLOWEST and not complete:
-        engine.study(lambda what, share: replies.turns.idle and not ENDING.is_set())
+        engine.study(lambda what, share: replies.line.idle and not ENDING.is_set())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -22,6 +22,8 @@ from specdec.embedded import Progress
 from specdec.engine import SpeculativeEngine
 from specdec.loading import CUDA_DEFAULT
 from specdec.prompt import Prompt
+from specdec.serving.line import GaveUp
+from specdec.serving.service import Service
 from specdec.step import Step
 from ui.decoder import Decoder
 from ui.errors import explain
@@ -29,7 +31,6 @@ from ui.limits import PUBLIC
 from ui.pump import Pump
 from ui.settings import Settings
 from ui.space import GPU
-from ui.turns import GaveUp
 
 _ARRIVAL = 6.0  # seconds: weights come to the GPU, a tree is checked, the pass cost is measured
 _READING = 1 / 2000  # seconds per token of the prompt, generously
@@ -63,12 +64,16 @@ def audit_seconds(prompt: Prompt, token_ids: tuple[int, ...], settings: Settings
 class LentDecoder(Decoder):
     """Decodes in children that have a GPU; make it before the page is launched, for they are forked from what is there then."""
 
-    def __init__(self, engine: SpeculativeEngine) -> None:
-        super().__init__(engine)
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
         self._cost: PassCost | None = None
         self._process = os.getpid()
         self._lent_steps = GPU(duration=reply_seconds)(self._steps_there)
         self._lent_audit = GPU(duration=audit_seconds)(self._audit_there)
+
+    def parallel(self) -> int:
+        """One: each reply has a GPU of its own, which is lent for that one."""
+        return 1
 
     def conversation(self, *, remember: bool = True) -> Conversation | None:
         """None: its K/V would be gone with the child."""
@@ -81,8 +86,9 @@ class LentDecoder(Decoder):
         settings: Settings,
         cancelled: Callable[[], bool],
         details: bool,
+        owner: Hashable = None,
     ) -> Iterator[Step]:
-        """As `Decoder.steps`. A quota that is used up, or a child that died, is a gr.Error."""
+        """As `Decoder.steps`, but it leaves nothing to start from. A quota used up, or a child that died, is a gr.Error."""
         with closing(self._lent_steps(prompt, settings, details, self._cost)) as items:
             for item in items:
                 if isinstance(item, PassCost):

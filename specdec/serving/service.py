@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as AnySequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -55,12 +56,15 @@ class Service:
     """Runs an engine in a thread of its own. ``engine`` may come later, and be exchanged, by `use`."""
 
     def __init__(self, engine: SpeculativeEngine | None = None) -> None:
-        self._engine = engine
+        self._engine: SpeculativeEngine | None = None
+        self._told: list[Callable[[str], None]] = []
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._replies: list[Reply] = []
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="device")
         self._thread.start()
+        if engine is not None:
+            self.use(engine)
 
     @property
     def engine(self) -> SpeculativeEngine:
@@ -71,7 +75,17 @@ class Service:
 
     def use(self, engine: SpeculativeEngine) -> None:
         """Let later replies be written by ``engine``."""
+        engine.target.progress = self._tell
         self._engine = engine
+
+    @contextmanager
+    def telling(self, tell: Callable[[str], None]) -> Iterator[None]:
+        """While open, ``tell`` hears what the engine prepares before it goes on, whoever needs it."""
+        self._told.append(tell)
+        try:
+            yield
+        finally:
+            self._told.remove(tell)
 
     def call(self, work: Callable[[], T]) -> T:
         """What ``work()`` returns or raises, done in the device's thread between two rounds. Raises ClosedError."""
@@ -86,6 +100,17 @@ class Service:
                 if future.done() or self._thread.is_alive():
                     continue
                 raise ClosedError("the model's thread has ended") from None
+
+    def later(self, work: Callable[[], object]) -> None:
+        """Do ``work()`` in the device's thread between two rounds, without waiting for it; what it raises is logged."""
+
+        def logged() -> None:
+            try:
+                work()
+            except Exception:
+                log.exception("what was to be done between two replies failed")
+
+        self._inbox.put(logged)
 
     def begin(
         self, prompt: str | Messages | Prompt, deliver: Deliver, conversation: Conversation | None = None, **arguments: Any
@@ -143,6 +168,10 @@ class Service:
     def join(self, seconds: float) -> None:
         """Wait until the thread has ended, at most so many ``seconds``."""
         self._thread.join(seconds)
+
+    def _tell(self, text: str, share: float | None) -> None:
+        for tell in list(self._told):
+            tell(text)
 
     def _run(self) -> None:
         while not self._closed.is_set():

@@ -161,11 +161,10 @@ class Scheduler:
 
     def _admit(self, turn: Turn) -> None:
         """Let the reading of a prompt begin, from what is cached of it; what is cancelled by then has no step."""
-        sequence = turn.sequence
+        sequence, _ = turn.sequence, self.cost  # measured, where it is not yet, before anybody's clock begins
         if sequence.passes == 0 and sequence.request.cancelled():
             raise Cancelled
         if sequence.begun is None and not self._is_read_by_another(sequence):
-            _ = self.cost  # measured, where it is not yet, before the first prompt is read
             sequence.begun = time.perf_counter()
             sequence.reused = self.prefixes.begin(sequence.chat.text, sequence.request.prompt.token_ids[:-1])
             if not sequence.unread:

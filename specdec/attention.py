@@ -12,6 +12,8 @@ core (30 layers, 9 heads in 3 groups, bfloat16, 600 tokens): a plain pass 43.1 -
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -92,14 +94,28 @@ AttentionInterface.register(FOLDED, folded_attention)
 AttentionMaskInterface.register(FOLDED, sdpa_mask)
 
 
+_folding: Counter[int] = Counter()
+"""The passes that attend so at this moment, by the id of their model's config."""
+_lock = threading.Lock()
+
+
 @contextmanager
 def folded(model: PreTrainedModel) -> Iterator[None]:
-    """Let ``model`` attend so meanwhile, if it attends by torch's fused kernels otherwise."""
-    config, own = model.config, model.config._attn_implementation
-    if own == "sdpa":
-        config._attn_implementation = FOLDED
+    """Let ``model`` attend so meanwhile, if it attends by torch's fused kernels otherwise.
+
+    Passes over one model may overlap, in several engines: it attends so until the last of them ends.
+    """
+    config = model.config
+    with _lock:
+        if config._attn_implementation == "sdpa":
+            config._attn_implementation = FOLDED
+        _folding[id(config)] += 1
     try:
         yield
     finally:
-        if own == "sdpa":  # else another engine over the same model has changed it, and will change it back
-            config._attn_implementation = own
+        with _lock:
+            _folding[id(config)] -= 1
+            if not _folding[id(config)]:
+                del _folding[id(config)]
+                if config._attn_implementation == FOLDED:
+                    config._attn_implementation = "sdpa"

@@ -9,6 +9,7 @@ With nothing named, the default loads (see `specdec.embedded`).
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -128,6 +129,8 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
             f"A part of this {type(inner).__name__} lies on disk or waits on another device (offloaded by accelerate): load it "
             "without offloading, or choose a smaller model."
         )
+    if inner._compiled_call_impl is not None:  # in place, which a copy leaves out; its layers stay the same ones
+        inner = copy.copy(inner)
     return inner
 
 

@@ -142,17 +142,13 @@ def _find(model: str | None, device: torch.device, report: Progress) -> _Source:
                 return source
     if model in (None, EMBEDDED_NAME):
         return _Source(str(embedded_folder(_convert, report)), EMBEDDED_NAME)
-    try:
-        path = Path(model).expanduser()
-        if path.is_dir():
-            return _in_folder(path.resolve())
-        if path.is_file() and path.suffix.lower() == ".gguf":
-            return _in_gguf(path.resolve())
-        if path.exists():
-            raise LoadError(f"{model} is no .gguf file: give --model a .gguf file, a model folder or a hub id.")
-    except (OSError, RuntimeError) as error:  # too long, of a user who is not there, not to be looked into
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise LoadError(f"{model[:80]} cannot be looked up ({reason}): check the path given to --model.") from error
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _in_folder(path.resolve())
+    if path.is_file() and path.suffix.lower() == ".gguf":
+        return _in_gguf(path.resolve())
+    if path.exists():
+        raise LoadError(f"{model} is no .gguf file: give --model a .gguf file, a model folder or a hub id.")
     if path.suffix.lower() == ".gguf" or path.is_absolute() or model.startswith((".", "~")):
         raise LoadError(f"{model} does not exist: check the path given to --model.")
     return _on_hub(model)

@@ -133,9 +133,11 @@ def test_where_a_text_leaves_plains_is_told_with_the_targets_margin() -> None:
 
 
 def test_a_forecast_is_compared_by_step_and_by_reply_with_what_was_given() -> None:
-    assert forecast_error([(11.0, 10), (90.0, 100)]) == pytest.approx({"by_step": -9 / 110, "by_reply": 0.0})
-    assert forecast_error([(2.0, 1), (0.0, 0)])["by_reply"] == 1.0, "a reply without a token tells nothing"
-    assert forecast_error([]) == {"by_step": 0.0, "by_reply": 0.0}
+    figures = forecast_error([(11.0, 10), (90.0, 100)])
+    assert figures == pytest.approx({"by_step": -9 / 110, "by_reply": 0.0, "standard_error": 0.1})
+    figures = forecast_error([(2.0, 1), (0.0, 0)])
+    assert figures == {"by_step": 1.0, "by_reply": 1.0, "standard_error": 0.0}, "a reply without a token tells nothing"
+    assert forecast_error([]) == dict.fromkeys(figures, 0.0)
 
 
 def test_each_half_is_scored_with_weights_that_were_fitted_to_the_other_half(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ With nothing named, the default loads (see `specdec.embedded`).
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -128,6 +129,8 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
             f"A part of this {type(inner).__name__} lies on disk or waits on another device (offloaded by accelerate): load it "
             "without offloading, or choose a smaller model."
         )
+    if inner._compiled_call_impl is not None:  # in place, which a copy leaves out; its layers stay the same ones
+        inner = copy.copy(inner)
     return inner
 
 
@@ -139,17 +142,13 @@ def _find(model: str | None, device: torch.device, report: Progress) -> _Source:
                 return source
     if model in (None, EMBEDDED_NAME):
         return _Source(str(embedded_folder(_convert, report)), EMBEDDED_NAME)
-    try:
-        path = Path(model).expanduser()
-        if path.is_dir():
-            return _in_folder(path.resolve())
-        if path.is_file() and path.suffix.lower() == ".gguf":
-            return _in_gguf(path.resolve())
-        if path.exists():
-            raise LoadError(f"{model} is no .gguf file: give --model a .gguf file, a model folder or a hub id.")
-    except (OSError, RuntimeError) as error:  # too long, of a user who is not there, not to be looked into
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise LoadError(f"{model[:80]} cannot be looked up ({reason}): check the path given to --model.") from error
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _in_folder(path.resolve())
+    if path.is_file() and path.suffix.lower() == ".gguf":
+        return _in_gguf(path.resolve())
+    if path.exists():
+        raise LoadError(f"{model} is no .gguf file: give --model a .gguf file, a model folder or a hub id.")
     if path.suffix.lower() == ".gguf" or path.is_absolute() or model.startswith((".", "~")):
         raise LoadError(f"{model} does not exist: check the path given to --model.")
     return _on_hub(model)

@@ -45,6 +45,8 @@ NEUTRAL: dict[str, Any] = {
     "top_h": None,
 }
 """Settings of a generation config that change what a reply says, and the values with which they change nothing."""
+_COLDEST = 1e-6
+"""The least temperature at which a reply is sampled: below, only ties could be drawn, and logits overflow."""
 _SAMPLING = {"temperature", "top_p", "typical_p", "top_k", "min_p", "epsilon_cutoff", "eta_cutoff", "top_h"}
 """Those of them that act on sampled replies only."""
 _UNSUPPORTED = {
@@ -265,7 +267,7 @@ def _merged(model: PreTrainedModel, generation_config: GenerationConfig | None, 
         raise RequestError(first_line(error)) from error
     if unknown:
         raise RequestError(f"unknown argument {', '.join(sorted(unknown))}; arguments are those of transformers' generate")
-    config.do_sample = bool(config.do_sample and config.temperature != 0)
+    config.do_sample = bool(config.do_sample and (config.temperature is None or config.temperature >= _COLDEST))
     return config
 
 

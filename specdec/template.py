@@ -29,6 +29,8 @@ _SYSTEM, _QUESTION, _REPLY, _NEXT = "SYSTEM-5e1f", "QUESTION-5e1f", "REPLY-5e1f"
 """What the messages say that a template is tried with."""
 _GAP = "\n\n"
 """Between the texts of two messages that become one."""
+_MERGED = ("system", "user", "assistant")
+"""Roles of which several messages in a row may become one; results of tools, say, each answer a call of their own."""
 _OPENED = re.compile(r"(<think>|<thinking>|<reasoning>|\[THINK\])\s*\Z")
 _LONGEST_OPENED = 40
 _MARKS = str.maketrans("", "", _CONTROL_TOKEN_START + _CONTROL_TOKEN_END)
@@ -117,8 +119,8 @@ class ChatTemplate:
             if len(adapted) > 1 and adapted[1]["role"] == "user":
                 adapted[:2] = [_merged(adapted[:2])]
         if not form.neighbours:
-            runs = (list(run) for _, run in groupby(adapted, lambda message: message["role"]))
-            adapted = [_merged(run) for run in runs]
+            runs = [(role, list(run)) for role, run in groupby(adapted, lambda message: message["role"])]
+            adapted = [one for role, run in runs for one in ([_merged(run)] if role in _MERGED else run)]
         if form.parts:
             for message in adapted:
                 if isinstance(message["content"], str):

@@ -340,11 +340,11 @@ def test_every_neutral_value_changes_nothing() -> None:
     assert engine.generate(QUESTION, **NEUTRAL | sampled) == engine.generate(QUESTION, **sampled, top_k=0)
 
 
-@pytest.mark.parametrize("arguments", [{"do_sample": True, "temperature": 0}, {"do_sample": True, "temperature": 0.0}])
-def test_temperature_0_is_greedy(arguments: dict[str, Any]) -> None:
+@pytest.mark.parametrize("temperature", [0, 0.0, 1e-40])
+def test_temperature_0_is_greedy(temperature: float) -> None:
     greedy = tiny_engine().generate(QUESTION, max_new_tokens=20)
-    assert tiny_engine().generate(QUESTION, max_new_tokens=20, **arguments) == greedy
-    assert configured(do_sample=True).generate(QUESTION, max_new_tokens=20, temperature=0.0) == greedy
+    assert tiny_engine().generate(QUESTION, max_new_tokens=20, do_sample=True, temperature=temperature) == greedy
+    assert configured(do_sample=True).generate(QUESTION, max_new_tokens=20, temperature=temperature) == greedy
 
 
 def test_a_model_without_a_chat_template_is_named() -> None:

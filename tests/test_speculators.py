@@ -423,6 +423,7 @@ def test_a_view_has_a_log_probability_for_each_token(logprobs: np.ndarray) -> No
 
 
 class TestCost:
+    @pytest.mark.measured
     def test_does_not_grow_with_the_context(self) -> None:
         """A hundred times the context costs at most four times the proposal (measured: about the same)."""
         seconds = []

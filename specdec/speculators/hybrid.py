@@ -41,7 +41,7 @@ class HybridSpeculator:
     ``n``: the longest context match in tokens. ``gamma``: the deepest branch. ``vocab_size``: no id from it on is proposed.
     ``memory`` and ``vocabulary`` are shared by all conversations with one model; None leaves them out. ``recycling=False``
     ignores the target's logits. ``learning_rate``: how fast the mixer follows the verdicts; with a memory, what it learns is
-    the memory's.
+    the memory's. ``prior``: the mixer's weights to begin with, unless there is a memory; None: those of the package.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class HybridSpeculator:
         vocabulary: Vocabulary | None = None,
         recycling: bool = True,
         learning_rate: float = LEARNING_RATE,
+        prior: NDArray[np.float32] | None = None,
     ) -> None:
         if not 1 <= n <= LONGEST:
             raise ValueError(f"n, the longest context match, must lie between 1 and {LONGEST}, not {n}")
@@ -66,7 +67,7 @@ class HybridSpeculator:
         self.vocabulary = vocabulary
         self.learning_rate = float(learning_rate)
         self.top_k = TOP_K if recycling else 0
-        self._weights = prior_weights()
+        self._weights = prior_weights() if prior is None else prior.copy()
         self._recycled = empty_evidence(RECYCLED_KEYS) if recycling else NOTHING
         self._orders = TEXT_ORDERS[n >= TEXT_ORDERS]
         self._tokens = np.zeros(1024, np.int64)

@@ -329,12 +329,17 @@ def test_the_limit_of_time_says_so(slow: ChatHandlers) -> None:
     reply = handlers.tabs.chat("a").messages[1]
     assert (reply.state, bool(reply.text)) == ("stopped", True)
     assert reply.footer.endswith("stopped: this page's limit is 0 seconds")
-    reply.state = "done"
-    handlers.tabs.chat("a").finished = Finished(Prompt(tuple(range(9))), tuple(range(9)) * 20, Settings.read(*VALUES))
-    list(handlers.audit(visitor("a")))
-    assert "limit" in reply.notices[-1], "an audit has its clock, too"
     *_, race = handlers.comparisons.run("a", "question", ["plain", "tree"], Settings.read(*VALUES))
     assert "limit" in json.loads(race)["error"]
+
+
+def test_an_audit_has_its_limit_of_time_too() -> None:
+    handlers, _ = limited(seconds=0.0)
+    chat = handlers.tabs.chat("a")
+    chat.messages += [Message("user", "hi"), Message("assistant", "ho")]
+    chat.finished = Finished(Prompt(tuple(range(9))), tuple(range(9)) * 9, Settings.read(*VALUES))
+    list(handlers.audit(visitor("a")))
+    assert chat.messages[1].notices == ["audit: This page's limit is 0 seconds"]
 
 
 def test_the_limit_of_a_prompt_says_so() -> None:

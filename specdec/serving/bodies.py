@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 from specdec.serving.asgi import App, Receive, Scope, Send, headers, refuse
 
-
 _DIGITS = 18  # of the longest length that is read as a number
 
 

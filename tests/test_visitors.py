@@ -18,14 +18,16 @@ from toys import ARCHITECTURES, tiny_engine, tiny_model, tokenizer
 
 import app
 from specdec.engine import SpeculativeEngine
+from specdec.prompt import Prompt
 from specdec.serving.clients import client_address
 from specdec.serving.line import Line, Place
 from specdec.serving.service import Service
 from ui import visitors
 from ui.chat import ChatHandlers, Frame
-from ui.chats import MAX_TABS, Message, Tabs
+from ui.chats import MAX_TABS, Finished, Message, Tabs
 from ui.limits import PRIVATE, PUBLIC, Limits
 from ui.page import build
+from ui.relay import Relay
 from ui.settings import MAX_TOKENS, Settings
 from ui.visitors import Pending, Shared, TooManyError
 
@@ -267,6 +269,19 @@ def test_what_nobody_uses_is_forgotten() -> None:
     assert (left, "new" in table) == (["old"], True)
 
 
+def test_a_reply_that_was_begun_and_never_streamed_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ui.relay.UNSTREAMED", 0.0)
+    handlers, relay = limited(pending=1)[0], Relay()
+    for name in "abc":
+        relay.begin(handlers.send)("hi", visitor(name), *SHORT)
+    assert handlers.replies.pending.total == 1
+    monkeypatch.setattr("ui.relay.UNSTREAMED", math.inf)
+    handlers, relay = limited(pending=1)[0], Relay()
+    relay.begin(handlers.send)("hi", visitor("a"), *SHORT)
+    with pytest.raises(gr.Error, match="already have 1"):
+        relay.begin(handlers.send)("hi", visitor("b"), *SHORT)
+
+
 def test_a_visitor_has_so_many_replies_pending_and_is_told_so() -> None:
     pending = Pending(most=2)
     with pending.place(), pending.place(), pytest.raises(TooManyError, match="already have 2 replies waiting"):
@@ -313,6 +328,15 @@ def test_the_limit_of_time_says_so(slow: ChatHandlers) -> None:
     assert reply.footer.endswith("stopped: this page's limit is 0 seconds")
     *_, race = handlers.comparisons.run("a", "question", ["plain", "tree"], Settings.read(*VALUES))
     assert "limit" in json.loads(race)["error"]
+
+
+def test_an_audit_has_its_limit_of_time_too() -> None:
+    handlers, _ = limited(seconds=0.0)
+    chat = handlers.tabs.chat("a")
+    chat.messages += [Message("user", "hi"), Message("assistant", "ho")]
+    chat.finished = Finished(Prompt(tuple(range(9))), tuple(range(9)) * 9, Settings.read(*VALUES))
+    list(handlers.audit(visitor("a")))
+    assert chat.messages[1].notices == ["audit: This page's limit is 0 seconds"]
 
 
 def test_the_limit_of_a_prompt_says_so() -> None:

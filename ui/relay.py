@@ -41,6 +41,8 @@ class Relay:
 
         @wraps(answer)
         def first(*arguments: Any) -> Frame:
+            with self._lock:
+                self._frames.expire()
             frames = answer(*arguments)
             frame = next(frames, None)
             if frame is not None:

@@ -103,13 +103,17 @@ class Shared(Generic[V]):
 
     def put(self, key: str, value: V) -> None:
         """Keep ``value`` as the one used last, for the present visitor; what there is no room for leaves."""
-        now = time.monotonic()
-        self._held[key] = value, visitor(), now
+        self.expire()
+        self._held[key] = value, visitor(), time.monotonic()
         self._held.move_to_end(key)
-        while (oldest := next(iter(self._held))) != key and self._held[oldest][2] < now - self._seconds:
-            self._evict(oldest)
         while len(self._held) > self._most:
             self._evict(self._least_deserved(key))
+
+    def expire(self) -> None:
+        """Let go what nobody used for too long."""
+        latest = time.monotonic() - self._seconds
+        while self._held and self._held[oldest := next(iter(self._held))][2] < latest:
+            self._evict(oldest)
 
     def pop(self, key: str) -> V | None:
         """Take out the value under ``key``, if there is one; ``leave`` does not hear of it."""

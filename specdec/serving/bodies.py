@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 from specdec.serving.asgi import App, Receive, Scope, Send, headers, refuse
 
+_DIGITS = 18  # of the longest length that is read as a number
+
 
 class Bodies:
     """Refuses a body of more than ``most`` bytes, or of a length that is not told, and every route below ``closed``.
@@ -34,7 +36,7 @@ class Bodies:
         if headers(scope, "transfer-encoding"):
             return 411, "Tell the length of the request (Content-Length)."
         length = "".join(headers(scope, "content-length")) or "0"
-        if not length.isdecimal() or int(length) > self._most:
+        if not length.isdecimal() or len(length) > _DIGITS or int(length) > self._most:
             return 413, f"A request to this page may bring at most {self._most:,} bytes."
         if scope["path"].startswith(self._stored) and (reason := self._full()):
             return 507, reason

@@ -122,12 +122,12 @@ from toys import ARCHITECTURES, tiny_model, tokenizer
 from specdec.engine import SpeculativeEngine
 config = type(ARCHITECTURES["llama"])(**{{**ARCHITECTURES["llama"].to_dict(), "max_position_embeddings": 8192}})
 engine = SpeculativeEngine(tiny_model(config), tokenizer())
-engine.pass_cost = engine.target.measure_cost()
-verify = engine.target.verify
+assert engine.pass_cost
+run = engine.target.run
 def slowly(*arguments):
     time.sleep(0.2)
-    return verify(*arguments)
-engine.target.verify = slowly
+    return run(*arguments)
+engine.target.run = slowly
 app._engine = lambda options: engine
 sys.exit(app.main([*sys.argv[1:], "--no-browser"]))
 """

@@ -51,15 +51,8 @@ def page_with_memory(seed: int = 0) -> tuple[ChatHandlers, MemoryKeeper]:
 def passes(handlers: ChatHandlers, name: str, text: str = QUESTION) -> int:
     """Target passes that the reply to ``text`` took in the tab ``name``."""
     counted: list[int] = []
-    noted = handlers.replies.noted
-
-    def count_passes(chat: Any, settings: Any, stats: Any) -> None:
-        counted.append(stats.passes)
-        noted(chat, settings, stats)
-
-    handlers.replies.noted = count_passes
+    handlers.replies.listen(lambda chat, settings, stats: counted.append(stats.passes))
     send(handlers, text, name, VALUES)
-    handlers.replies.noted = noted
     return counted[0]
 
 

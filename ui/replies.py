@@ -72,7 +72,7 @@ class Replies:
         self.decoder = LentDecoder(service) if ON_ZEROGPU else Decoder(service)
         self.line = Line()
         self.pending = Pending(limits.pending)
-        self._noted: Callable[[Chat, Settings, Stats], None] = lambda chat, settings, stats: None
+        self._listeners: list[Callable[[Chat, Settings, Stats], None]] = []
 
     @property
     def engine(self) -> SpeculativeEngine:
@@ -90,9 +90,9 @@ class Replies:
         with self.turn(cancelled, waiting, alone=True):
             return self.service.call(work)
 
-    def listen(self, noted: Callable[[Chat, Settings, Stats], None]) -> None:
-        """Let ``noted`` hear the figures of every reply."""
-        self._noted = noted
+    def listen(self, listener: Callable[[Chat, Settings, Stats], None]) -> None:
+        """Let ``listener`` hear the figures of every reply."""
+        self._listeners.append(listener)
 
     def _owner(self) -> Hashable:
         """Who may start from the K/V of the present visitor's texts: on one's own machine every chat, else the visitor's."""
@@ -167,7 +167,8 @@ class Replies:
             reply.notices.append(explain(error))
         finally:
             stop.set()
-            self._noted(chat, settings, stats)
+            for listener in self._listeners:
+                listener(chat, settings, stats)
             if reply.state == "writing":
                 reply.state = "stopped"
             reason = "cancelled" if step is None or step.finish_reason is None else step.finish_reason

@@ -288,13 +288,16 @@ def test_a_local_page_behind_a_proxy_hints_that_it_may_be_public(engine: Held, c
     assert capsys.readouterr().err.count("--public --trusted-proxies 1") == 1
 
 
-def test_on_a_shared_page_only_the_owner_may_change_model_and_memory(engine: Held) -> None:
+def test_on_a_shared_page_only_the_owner_may_change_model_and_memory(
+    engine: Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def names(address: str, **options: Any) -> set[str]:
         return {one["api_name"] for one in httpx.get(f"{address}/config", **options).json()["dependencies"]}
 
     owned = {"wipe", "switch", "read", "load"}
     with serving(engine.service, "--public", "--memory") as address:
         assert not owned & names(address), "without an owner there is nothing to change them with"
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "another"))  # the first page still uses its memory
     arguments = ("--public", "--memory", "--auth", "alice:a", "--auth", "bob:b")
     with serving(engine.service, *arguments) as address:
         told = {}

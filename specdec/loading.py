@@ -142,12 +142,12 @@ def _find(model: str | None, device: torch.device, report: Progress) -> _Source:
                 return source
     if model in (None, EMBEDDED_NAME):
         return _Source(str(embedded_folder(_convert, report)), EMBEDDED_NAME)
-    path = Path(model).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(model))
+    if os.path.isdir(path):  # unlike Path.is_dir, no error for what is no path at all
         return _in_folder(path.resolve())
-    if path.is_file() and path.suffix.lower() == ".gguf":
+    if os.path.isfile(path) and path.suffix.lower() == ".gguf":
         return _in_gguf(path.resolve())
-    if path.exists():
+    if os.path.exists(path):
         raise LoadError(f"{model} is no .gguf file: give --model a .gguf file, a model folder or a hub id.")
     if path.suffix.lower() == ".gguf" or path.is_absolute() or model.startswith((".", "~")):
         raise LoadError(f"{model} does not exist: check the path given to --model.")

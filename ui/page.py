@@ -76,7 +76,7 @@ def build(
                 with gr.Column(elem_id="chat-column", min_width=0):
                     parts = _chat_column(handlers, header, loading)
                 with gr.Column(elem_id="panel-column", min_width=0):
-                    panel = live_panel()
+                    panel = live_panel(slim="#slim .specdec")
             with gr.Tab("Compare"):
                 CompareTab(handlers.comparisons)
         relay = Relay()
@@ -129,6 +129,7 @@ def _chat_column(handlers: ChatHandlers, header: gr.HTML, loading: Mapping[str, 
     )
     with gr.Row(elem_id="examples"):
         examples = [(gr.Button(f"{example.title}\n{example.expectation}"), gr.State(example.prompt)) for example in EXAMPLES]
+    gr.HTML('<div class="specdec-frame"><div class="specdec" hidden></div></div>', elem_id="slim", apply_default_css=False)
     box = gr.Textbox(
         elem_id="box",
         show_label=False,

@@ -52,15 +52,18 @@ _TEMPLATE = '<div class="specdec-frame"><div class="specdec-host">The live panel
 _ON_LOAD = """
 const host = element.querySelector('.specdec-host');
 const panel = new specdec.Panel(host, {
-    assets: props.assets, openTrace: (text) => server.open_trace(text), askAgain: () => trigger('select') });
+    assets: props.assets, openTrace: (text) => server.open_trace(text), askAgain: () => trigger('select'), slim: props.slim });
 host.panel = panel;
 watch('value', () => panel.receive(props.value));
 panel.receive(props.value);
 """
 
 
-def live_panel(elem_id: str = "specdec-panel") -> gr.HTML:
-    """The panel as a component; its value is a payload string."""
+def live_panel(elem_id: str = "specdec-panel", slim: str | None = None) -> gr.HTML:
+    """The panel as a component; its value is a payload string.
+
+    ``slim`` selects an element of class "specdec" elsewhere on the page that shows the newest step in one line.
+    """
     frontend.serve_assets()
     return gr.HTML(
         value="",
@@ -71,6 +74,7 @@ def live_panel(elem_id: str = "specdec-panel") -> gr.HTML:
         elem_id=elem_id,
         server_functions=[open_trace],
         assets=frontend.addresses(),
+        slim=slim,
     )
 
 

@@ -97,7 +97,7 @@
       [mark, "bonus", "the target's own next word after a fully accepted draft: free."],
       [mark, "recovered", "the target's own word where the guess was wrong."],
       [mark, "plain", "the target's own word where nothing was drafted."],
-      [box, "target probability", "the bar under a draft: how likely the target finds it after the words before it in its branch."],
+      [box, "probability", "the bar under a draft: how likely the target finds it after the words before it in its branch."],
     ];
     const signed = ([sign, name]) => element("span", {}, sign(name), name);
     return dismissable(
@@ -114,13 +114,14 @@
     );
   }
 
-  /** [key, words under it, how a record's figures show it]. Every figure is computed by the server. */
+  /** [words beside it, the figure, more about it], each from a record's figures. Every figure is computed by the server. */
   const FIGURES = [
     ["tokens per pass", (f) => words.number(f.tokens_per_pass)],
     [
       "plain speed",
       (f) => `${words.number(f.speedup)}×`,
-      (f, measured) => `${f.speedup < 0.995 ? "slower, " : ""}${measured}: a pass costs ${words.number(f.pass_cost)} plain ones`,
+      (f, measured) =>
+        `${f.speedup < 0.995 ? "slower, " : ""}${measured}: one pass takes as long as ${words.number(f.pass_cost)} plain passes`,
     ],
     ["tokens per second", (f) => words.number(f.tokens_per_second, f.tokens_per_second < 100 ? 1 : 0)],
     [
@@ -142,18 +143,16 @@
   class Figures {
     constructor(host) {
       this.host = host;
-      this.cells = FIGURES.map(([name, , small]) => {
+      this.cells = FIGURES.map(([name]) => {
         const value = element("strong", {}, "–");
-        const note = small ? element("span", { class: "note" }) : element("span", { class: "note upto" }, "up to this step");
-        return {
-          value,
-          note,
-          cell: element("div", { class: "figure" }, value, element("span", { class: "name" }, name), note),
-        };
+        const note = element("span", { class: "note" });
+        const told = element("span", { class: "told" }, element("span", { class: "name" }, name), note);
+        return { value, note, told, cell: element("div", { class: "figure" }, value, told) };
       });
       const why = element("details", {}, element("summary", {}, "why so few?"), element("p", { class: "help-box" }, WHY_LOW));
-      this.cells.at(-1).cell.append(dismissable(why));
-      host.append(...this.cells.map(({ cell }) => cell));
+      this.cells.at(-1).told.append(dismissable(why));
+      const head = element("header", {}, element("h3", {}, "This reply"), element("span", { class: "note upto" }, "up to this step"));
+      host.append(head, ...this.cells.map(({ cell }) => cell));
     }
 
     /** `measured`: where the record's times were taken. */

@@ -21,7 +21,8 @@
       const marks = Object.entries(words.KIND_WORDS).map(([kind, meaning]) =>
         words.element("span", { class: `token ${kind}`, title: meaning }, meaning.split(":")[0]),
       );
-      host.append(this.box, words.element("p", { class: "legend" }, ...marks));
+      const legend = words.element("p", { class: "legend" }, ...marks);
+      host.append(words.element("header", {}, words.element("h3", {}, "Where each token came from"), legend), this.box);
       this.box.addEventListener("pointerover", ({ target: token }) => {
         if (token.matches(".token")) token.title = this.#describe(token);
       });

@@ -101,4 +101,5 @@ def folded(model: PreTrainedModel) -> Iterator[None]:
     try:
         yield
     finally:
-        config._attn_implementation = own
+        if own == "sdpa":  # else another engine over the same model has changed it, and will change it back
+            config._attn_implementation = own

@@ -13,17 +13,19 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import count
+from os import PathLike
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from specdec.accept import accept
 from specdec.cache import TreeCache
 from specdec.cost import PassCost
 from specdec.devices import dtype_name, give_back_memory
 from specdec.errors import LoadError, NotANumberError, is_out_of_memory
-from specdec.loading import load, out_of_memory
+from specdec.loading import load, out_of_memory, unwrapped
 from specdec.prompt import Message, Prompt
 from specdec.reply import Reading, Reply
 from specdec.request import MAX_BUDGET, Request, RequestError, resolve
@@ -32,6 +34,7 @@ from specdec.speculators import Proposal, Speculator
 from specdec.speculators.hybrid import HybridSpeculator, warm_up
 from specdec.speculators.memory import Memory
 from specdec.step import Step, Timings
+from specdec.streamer import heard
 from specdec.study import ROUNDS, load_vocabulary, study
 from specdec.target import Cancelled, TargetModel
 from specdec.text import SpecialText, special_texts, token_texts
@@ -106,9 +109,10 @@ class Conversation:
 class SpeculativeEngine:
     """A target model with a speculator in front of it.
 
-    ``model``: a hub id, a local folder, a ``.gguf`` file, or a loaded model (then with its ``tokenizer``); None: the
-    embedded default. Other keyword arguments go to `specdec.loading.load`. ``memory``: what outlives a conversation; None
-    (default) remembers nothing. ``speculator``: makes the speculator of each new conversation, instead of the default one.
+    ``model``: a hub id, a local folder, a ``.gguf`` file, or a loaded model (then with its ``tokenizer``), wrapped or not (see
+    `specdec.loading.unwrapped`); None: the embedded default. Other keyword arguments go to `specdec.loading.load`.
+    ``memory``: what outlives a conversation; None (default) remembers nothing. ``speculator``: makes the speculator of each
+    new conversation, instead of the default one.
     ``static``: see `specdec.target.TargetModel`.
 
     Raises LoadError or UnsupportedModelError, each with one line that names the culprit and the remedy.
@@ -116,7 +120,7 @@ class SpeculativeEngine:
 
     def __init__(
         self,
-        model: str | PreTrainedModel | None = None,
+        model: str | PathLike[str] | nn.Module | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         memory: Memory | None = None,
@@ -124,7 +128,8 @@ class SpeculativeEngine:
         static: bool | None = None,
         **loading: Any,
     ) -> None:
-        if isinstance(model, PreTrainedModel):
+        if isinstance(model, nn.Module):
+            model = unwrapped(model)
             if tokenizer is None:
                 raise TypeError("a loaded model needs its tokenizer: SpeculativeEngine(model, tokenizer)")
             if idle := sorted(loading.keys() - {"progress"}):
@@ -212,7 +217,7 @@ class SpeculativeEngine:
         pay for themselves by the measured pass cost). ``seed`` keys the noise when ``do_sample``. ``presence_penalty``,
         ``logits_processor`` and ``stopping_criteria`` (each holds at every emitted token). ``details``: compute Step.target.
         ``cancelled``: a callable polled once a step and between prefill chunks. Everything else is an argument of
-        transformers' generate (max_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty,
+        transformers' generate (streamer, max_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty,
         stop_strings, ...); what is not given comes from the model's generation_config. Without any length limit the reply
         runs to its end-of-sequence token or the model's context.
 
@@ -223,7 +228,7 @@ class SpeculativeEngine:
         if conversation is not None and getattr(conversation, "target", None) is not self.target:
             raise RequestError("this conversation is of another engine: pass what conversation() of this one makes, or none")
         request = resolve(self.model, self.tokenizer, self.target.context_limit, prompt, **arguments)
-        return self._decode(request, conversation or self.conversation())
+        return heard(self._decode(request, conversation or self.conversation()), request)
 
     def _decode(self, request: Request, chat: Conversation) -> Iterator[Step]:
         with ExitStack() as stack:
@@ -272,7 +277,7 @@ class SpeculativeEngine:
 
         reading = self.with_room(verified)
         accepting = time.perf_counter()
-        verdict = accept(tree, reading.choose)
+        verdict = accept(tree, reading.choose, request.eos_token_ids)
         if verdict.next_token == NO_TOKEN:
             dtype = dtype_name(self.model.dtype)
             remedy = "get its weights again, or choose another --model" if dtype == "float32" else "use --dtype float32"

@@ -9,6 +9,7 @@ With nothing named, the default loads (see `specdec.embedded`).
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 from safetensors import SafetensorError
+from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -45,6 +47,9 @@ __all__ = ["CUDA_DEFAULT", "LoadError", "LoadedModel", "load"]
 CUDA_DEFAULT = "Qwen/Qwen2.5-1.5B-Instruct"
 """The hub id of what is loaded on CUDA if nothing is named."""
 _HUB_SECONDS = 5.0
+_INSIDE_LAYERS = {"LORA", "ADALORA", "IA3", "LOHA", "LOKR", "OFT", "BOFT", "VERA", "FOURIERFT", "HRA", "VBLORA", "RANDLORA"}
+_INSIDE_LAYERS |= {"SHIRA", "MISS", "C3A", "LN_TUNING", "TRAINABLE_TOKENS"}
+"""Kinds of PEFT adapters that act within the layers they are injected into, for every token alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,7 @@ class _Source:
 
 
 def load(
-    model: str | None = None,
+    model: str | os.PathLike[str] | None = None,
     *,
     device: str = "auto",
     dtype: str = "auto",
@@ -89,8 +94,39 @@ def load(
     report = progress or (lambda *_: None)
     place = choose_device(device)
     kind = choose_dtype(dtype, place)
-    source = _find(model, place, report)
+    source = _find(None if model is None else os.fspath(model), place, report)
     return _read(source, place, kind, trust_remote_code, report)
+
+
+def unwrapped(model: nn.Module) -> PreTrainedModel:
+    """The causal language model of transformers inside ``model``, which may be wrapped by others.
+
+    What `torch.compile` and data parallelism wrap computes the same without them; an adapter of PEFT that lies inside the
+    model's own layers comes along. Raises LoadError, by name, for every other wrapper, and for a model that lies on disk.
+    """
+    name, inner = type(model).__name__, model
+    while not isinstance(inner, PreTrainedModel):
+        if isinstance(compiled := getattr(inner, "_orig_mod", None), nn.Module):
+            inner = compiled
+        elif isinstance(inner, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            inner = inner.module
+        elif hasattr(inner, "peft_config") and hasattr(inner, "get_base_model"):
+            for adapter in inner.peft_config.values():
+                kind = str(getattr(adapter.peft_type, "value", adapter.peft_type))
+                if kind not in _INSIDE_LAYERS or getattr(adapter, "alora_invocation_tokens", None):
+                    raise LoadError(
+                        f"The adapter of this {name} ({kind}) does not act on every token alike within the model's layers: "
+                        "use a LoRA adapter, or merge it into the model first."
+                    )
+            inner = inner.get_base_model()
+        else:
+            raise LoadError(f"{name} is no model of transformers: pass the causal language model that it wraps.")
+    if any(weight.is_meta for weight in inner.parameters()):
+        raise LoadError(
+            f"A part of this {type(inner).__name__} lies on disk or waits on another device (offloaded by accelerate): load it "
+            "without offloading, or choose a smaller model."
+        )
+    return inner
 
 
 def _find(model: str | None, device: torch.device, report: Progress) -> _Source:
@@ -101,13 +137,17 @@ def _find(model: str | None, device: torch.device, report: Progress) -> _Source:
                 return source
     if model in (None, EMBEDDED_NAME):
         return _Source(str(embedded_folder(_convert, report)), EMBEDDED_NAME)
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return _in_folder(path.resolve())
-    if path.is_file() and path.suffix.lower() == ".gguf":
-        return _in_gguf(path.resolve())
-    if path.exists():
-        raise LoadError(f"{model} is no .gguf file: give --model a .gguf file, a model folder or a hub id.")
+    try:
+        path = Path(model).expanduser()
+        if path.is_dir():
+            return _in_folder(path.resolve())
+        if path.is_file() and path.suffix.lower() == ".gguf":
+            return _in_gguf(path.resolve())
+        if path.exists():
+            raise LoadError(f"{model} is no .gguf file: give --model a .gguf file, a model folder or a hub id.")
+    except (OSError, RuntimeError) as error:  # too long, of a user who is not there, not to be looked into
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise LoadError(f"{model[:80]} cannot be looked up ({reason}): check the path given to --model.") from error
     if path.suffix.lower() == ".gguf" or path.is_absolute() or model.startswith((".", "~")):
         raise LoadError(f"{model} does not exist: check the path given to --model.")
     return _on_hub(model)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,12 +20,13 @@ import torch
 from browser import served
 from gradio_client import Client
 from gradio_client.exceptions import AppError
-from toys import ARCHITECTURES, replay_passes, tiny_engine, tiny_model, tokenizer
+from toys import ARCHITECTURES, TEMPLATE, replay_passes, tiny_engine, tiny_model, tokenizer
 
 from specdec.audit import Audit
 from specdec.cost import PassCost
 from specdec.engine import SpeculativeEngine
 from specdec.request import Decoding
+from specdec.step import Step
 from ui.audits import describe, why_differing
 from ui.chat import SKIP, ChatHandlers, Frame, show
 from ui.chats import MAX_MESSAGES, MAX_WARM, Chat, Message, Tabs, read_messages
@@ -35,8 +39,8 @@ from ui.settings import Settings
 from ui.trace import Recorder
 from ui.turns import GaveUp, Turns
 
-VALUES = ("tree", "auto", 0, 1, 0, 60, "")
-"""The setting fields as the page sends them: decoding, budget, temperature, top-p, seed, max tokens, system prompt."""
+VALUES = ("tree", "auto", 0, 1, 0, 60, "", True)
+"""The setting fields as the page sends them: decoding, budget, temperature, top-p, seed, max tokens, system prompt, own."""
 QUESTION, SECOND = "the cat sat on the mat", "and then the dog"
 
 
@@ -124,7 +128,7 @@ def test_the_second_turn_reads_only_what_is_new(handlers: ChatHandlers, monkeypa
 @pytest.mark.parametrize(
     ("values", "seen"),
     [
-        ((-1, 0, None, 0), (0.0, 0.01, 0, 1)),
+        ((-1, 0, 3, 0), (0.0, 0.01, 3, 1)),
         ((1e-300, -1, -7, -5), (0.0, 0.01, -7, 1)),
         ((5, 2, 2.0, 10**6), (5.0, 1.0, 2, 4096)),
         ((None, None, 10**30, None), (0.0, 1.0, 2**63 - 1, 512)),
@@ -135,6 +139,57 @@ def test_numbers_out_of_range_are_brought_into_it_and_an_empty_field_is_as_by_de
 ) -> None:
     settings = Settings.read("tree", "auto", *values, "")
     assert (settings.temperature, settings.top_p, settings.seed, settings.max_tokens) == seen
+
+
+SAMPLED = ("tree", "auto", 1.0, 1, None, 24, "", True)
+
+
+def test_a_retry_draws_a_new_seed_and_shows_it_unless_the_user_set_one(handlers: ChatHandlers) -> None:
+    send(handlers, QUESTION, values=SAMPLED)
+    chat = handlers.tabs.chat("tab")
+    first = chat.messages[1]
+    list(handlers.retry(tab(), *SAMPLED))
+    second = chat.messages[1]
+    assert first.text != second.text, "two seeds of 2**31 are the same once in as many runs"
+    (seed,) = re.findall(r"seed (\d+)", second.footer)
+    list(handlers.retry(tab(), *SAMPLED[:4], float(seed), *SAMPLED[5:]))
+    assert chat.messages[1].text == second.text
+
+
+def test_what_the_models_own_settings_do_is_shown_and_can_be_turned_off() -> None:
+    engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer())
+    plain = engine.generate([{"role": "user", "content": QUESTION}], **Settings.read(*VALUES).arguments())
+    first = next(engine.stream([{"role": "user", "content": QUESTION}], do_sample=False)).token_ids[0]
+    engine.model.generation_config.suppress_tokens = [first]
+    engine.model.generation_config.min_p = 0.1
+    handlers = ChatHandlers(engine)
+    assert sorted(handlers.own_settings.split(", ")) == ["min_p 0.1", f"suppress_tokens [{first}]"]
+    send(handlers, QUESTION)
+    assert handlers.tabs.chat("tab").messages[1].text != plain
+    list(handlers.retry(tab(), *VALUES[:-1], False))
+    assert handlers.tabs.chat("tab").messages[1].text == plain
+    send(handlers, QUESTION, "other", (*VALUES[:2], 1.0, *VALUES[3:-1], False))
+    assert handlers.tabs.chat("other").messages[1].state == "done"
+
+
+@pytest.mark.parametrize(("opening", "closing"), [("<think>\n", "</think>"), ("[THINK]", "[/THINK]")])
+def test_reasoning_that_the_template_opens_is_folded(opening: str, closing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = copy.deepcopy(tokenizer())
+    opened.chat_template = TEMPLATE.replace("<|assistant|>", f"<|assistant|>{opening}")
+    engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), opened)
+    handlers = ChatHandlers(engine)
+    steps = handlers.replies.decoder.steps
+
+    def thinking(*arguments: Any) -> Iterator[Step]:
+        for step, text in zip(steps(*arguments), ["hm", closing, "\n\nyes", ""], strict=False):
+            yield replace(step, text=text)
+
+    monkeypatch.setattr(handlers.replies.decoder, "steps", thinking)
+    frames = send(handlers, QUESTION)
+    thought, answer = frames[-1][0][1:]
+    assert (thought["metadata"], thought["content"]) == ({"title": "Reasoning", "status": "done"}, "hm")
+    assert answer["content"][0]["text"] == "yes"
+    assert handlers.tabs.chat("tab").messages[1].text == f"{opening}hm{closing}\n\nyes"
 
 
 @pytest.mark.parametrize("field", ["temperature", "top_p", "seed", "max_tokens"])

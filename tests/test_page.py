@@ -20,6 +20,7 @@ from steps import random_trace
 from toys import ARCHITECTURES, tiny_engine, tiny_model, tokenizer
 
 from specdec.engine import SpeculativeEngine
+from ui.look import look
 from ui.page import build
 
 LIST = "List the months of the year, one a line, each with the number of its days."
@@ -70,7 +71,7 @@ def context(browser: Browser, url: str) -> Iterator[BrowserContext]:
 def toy() -> Iterator[tuple[SpeculativeEngine, str]]:
     """A page in this process, over a tiny model whose context is soon full, and its address."""
     engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer())
-    with served(build(engine)) as address:
+    with served(build(engine), **look()) as address:
         yield engine, address
 
 

@@ -6,6 +6,7 @@ Every handler finds its chat by the session of the request; nothing of one tab i
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Generator, Iterator
 from contextlib import closing
@@ -19,18 +20,18 @@ from specdec.engine import SpeculativeEngine
 from ui.audits import GOOD, PREFIX, check
 from ui.chats import Chat, Message, Tabs, Writing, read_messages
 from ui.compare import Comparisons
-from ui.inert import inert, original
+from ui.inert import as_typed, inert, original
 from ui.keeper import MemoryKeeper
 from ui.limits import PRIVATE, Limits
 from ui.panel import PanelFeed
 from ui.replies import Replies
-from ui.settings import Settings
+from ui.settings import Settings, own_settings
 
 SKIP = gr.skip()
 """Leaves a component as it is."""
 _SEPARATOR = "\N{INVISIBLE SEPARATOR}"
 _inert_once = lru_cache(maxsize=512)(inert)  # every frame shows every message, and only the last one changes
-_THINK, _THOUGHT = "<think>", "</think>"
+_REASONING = re.compile(r"\s*[<\[](think|thinking|thought|reasoning|THINK)[>\]](.*?)(?:[<\[]/\1[>\]]\n*(.*))?", re.DOTALL)
 
 Frame = tuple[Any, Any, Any, Any, Any]
 """Values of the components (chatbot, box, panel, meter, shelf)."""
@@ -65,6 +66,11 @@ class ChatHandlers:
             "dtype": dtype_name(self.engine.model.dtype),
             "device": str(self.engine.target.device),
         }
+
+    @property
+    def own_settings(self) -> str:
+        """What the model's generation config sets for which the page has no field, for display."""
+        return own_settings(self.engine.model)
 
     def send(self, text: str, request: gr.Request, *settings: Any) -> Generator[Frame, None, None]:
         """Answer a new message."""
@@ -260,11 +266,11 @@ def show(message: Message) -> list[dict[str, Any]]:
     """
     rows: list[dict[str, Any]] = []
     text = message.text
-    if message.role == "assistant" and text.lstrip().startswith(_THINK):
-        thought, closed, text = text.lstrip().removeprefix(_THINK).partition(_THOUGHT)
-        fold = {"title": "Reasoning", "status": "done" if closed else "pending"}
+    if message.role == "assistant" and (reasoning := _REASONING.fullmatch(text)):
+        _, thought, answer = reasoning.groups()
+        fold = {"title": "Reasoning", "status": "pending" if answer is None else "done"}
         rows.append({"role": "assistant", "content": inert(thought.strip()), "metadata": fold})
-        text = text.lstrip("\n")
+        text = answer or ""
     lines: list[str] = []
     for number, notice in enumerate(message.notices, start=1):
         line, _, details = inert(notice).replace("*", "").partition("\n")
@@ -272,7 +278,7 @@ def show(message: Message) -> list[dict[str, Any]]:
         mark = "**" if failed else "***" if line.startswith(GOOD) else "*"
         lines += [f"{mark}{line}{mark}", *details.splitlines()]
     lines += [inert(message.footer)] if message.footer else []
-    disarm = inert if message.state == "writing" else _inert_once
+    disarm = as_typed if message.role == "user" else inert if message.state == "writing" else _inert_once
     parts = [disarm(text) or ("…" if message.state == "writing" else "No reply.")]
     if lines:
         parts.append(_SEPARATOR + "  \n".join(lines) + " " + _SEPARATOR)  # right behind a full stop it would undo emphasis

@@ -31,9 +31,9 @@ _LATEX: list[dict[str, str | bool]] = [
 ]
 _QUICK: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "queue": False}
 _EMPTY = (
-    "## Ask something, and watch it being guessed\n\n"
-    "A quick guesser drafts a **tree** of possible next words; the model checks the whole tree in **one pass** and keeps "
-    "what it would have said anyway. Every token is the model's own choice; it only comes sooner."
+    "## Ask something, and watch the answer being drafted\n\n"
+    "A fast guesser drafts a **tree** of possible next words. The model checks the whole tree in **one pass** and keeps the "
+    "words that it would have chosen itself. You get the model's own answer, sooner."
 )
 
 
@@ -84,8 +84,9 @@ def build(
         demo.unload(handlers.leave)
         demo.unload(relay.leave)
         if loading is not None:  # another tab may have changed the model
+            own = parts.settings[-1]
             for happened in (demo.load, *(event.then for event in settled)):
-                happened(lambda: _header(handlers.model_facts), outputs=header, **_QUICK)
+                happened(lambda: (_header(handlers.model_facts), gr.update(**_own(handlers))), outputs=[header, own], **_QUICK)
         api(handlers.api, api_name="chat", concurrency_limit=None)
     _queue(demo)
     return demo  # type: ignore[no-any-return]
@@ -148,7 +149,7 @@ def _chat_column(handlers: ChatHandlers, header: gr.HTML, loading: Mapping[str, 
         audit = gr.Button("Audit the reply", size="sm", elem_id="audit")
     with gr.Accordion("Settings", open=False, elem_id="settings"), gr.Tabs(elem_id="settings-tabs"):
         with gr.Tab("Reply"):
-            settings = _setting_fields()
+            settings = _setting_fields(handlers)
         if handlers.keeper is not None:
             with gr.Tab("Memory") as tab:
                 MemorySection(handlers.keeper, handlers.replies.turns, tab)
@@ -159,7 +160,12 @@ def _chat_column(handlers: ChatHandlers, header: gr.HTML, loading: Mapping[str, 
     return _ChatParts(chatbot, examples, box, meter, audit, settings)
 
 
-def _setting_fields() -> list[Any]:
+def _own(handlers: ChatHandlers) -> dict[str, Any]:
+    """The switch for the model's own settings, which is there if it has any."""
+    return {"info": handlers.own_settings, "visible": bool(handlers.own_settings)}
+
+
+def _setting_fields(handlers: ChatHandlers) -> list[Any]:
     """The fields in the order of `Settings.read`."""
     default = Settings()
     with gr.Row():
@@ -167,20 +173,27 @@ def _setting_fields() -> list[Any]:
             ["tree", "linear", "plain"],
             value=default.decoding,
             label="Decoding",
-            info="three speeds; every token is the model's own choice",
+            info="All three give the model's own tokens, at different speeds.",
             elem_id="decoding",
         )
         budget = gr.Dropdown(
             ["auto", "4", "8", "12", "16", "24", "32", "48", "64"],
             value=str(default.budget),
             label="Node budget",
-            info="tokens drafted per pass; auto: what pays for itself",
+            info="Tokens drafted per pass. auto: as many as save time.",
             elem_id="budget",
         )
     with gr.Row():
-        temperature = gr.Number(default.temperature, step=0.1, label="Temperature", info="0: likeliest token", min_width=110)
-        top_p = gr.Number(default.top_p, step=0.05, label="Top-p", info="above temperature 0", min_width=110)
-        seed = gr.Number(default.seed, precision=0, label="Seed", info="same seed, same text", min_width=110)
+        temperature = gr.Number(
+            default.temperature,
+            step=0.1,
+            label="Temperature",
+            info="0: the likeliest token",
+            min_width=110,
+            elem_id="temperature",
+        )
+        top_p = gr.Number(default.top_p, step=0.05, label="Top-p", info="if temperature > 0", min_width=110)
+        seed = gr.Number(None, precision=0, label="Seed", info="empty: a new one each time", min_width=110, elem_id="seed")
         max_tokens = gr.Number(
             default.max_tokens,
             precision=0,
@@ -192,7 +205,8 @@ def _setting_fields() -> list[Any]:
     system_prompt = gr.Textbox(
         label="System prompt", lines=2, max_lines=6, placeholder="What the model should know and how it should behave"
     )
-    return [decoding, budget, temperature, top_p, seed, max_tokens, system_prompt]
+    own = gr.Checkbox(default.own, label="Use the model's own settings as well", elem_id="own-settings", **_own(handlers))
+    return [decoding, budget, temperature, top_p, seed, max_tokens, system_prompt, own]
 
 
 def _wire(handlers: ChatHandlers, relay: Relay, parts: _ChatParts, panel: gr.HTML, saved: gr.HTML, new: gr.Button) -> list[Any]:

@@ -56,6 +56,7 @@
       this.playback = new specdec.Playback(this.history);
       host.replaceChildren();
       host.classList.add("specdec");
+      host.translate = false;
       this.#buildTreeCard();
       const summary = host.appendChild(element("div", { class: "charts summary" })); // in sight without scrolling
       this.figures = new controls.Figures(summary.appendChild(element("section", { class: "card figures" })));

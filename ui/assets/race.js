@@ -86,6 +86,7 @@
 
     constructor(host) {
       this.host = host;
+      host.translate = false;
       this.result = element("div", { class: "race-result", role: "status" });
       this.count = element("p", { class: "note", "aria-hidden": "true" });
       this.done = element("progress", { "aria-label": "comparison" });

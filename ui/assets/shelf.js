@@ -13,6 +13,7 @@
       this.trigger = trigger;
       addEventListener("storage", () => this.draw());
       addEventListener("pagehide", keepUnfinished);
+      this.list.translate = false;
       this.draw();
       const record = read(sessionStorage.getItem(CURRENT));
       if (record) trigger("select", record);
@@ -99,7 +100,7 @@
     }
 
     rename(record, row) {
-      const field = make("input", { className: "rename", value: record.title, maxLength: 120 });
+      const field = make("input", { className: "rename", value: record.title, maxLength: 120, dir: "auto" });
       field.setAttribute("aria-label", "new name");
       const done = (save) => {
         field.onblur = null;

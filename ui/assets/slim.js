@@ -35,6 +35,7 @@
       this.speedup = words.element("strong");
       const plain = words.element("span", { class: "note" }, "plain speed");
       this.link = words.element("button", { type: "button", title: "Show the tree" }, this.tree, this.gave, this.speedup, plain);
+      host.translate = false;
       host.replaceChildren(this.link);
     }
 

@@ -62,7 +62,7 @@
 
     #append({ text, meaning, kind, step }) {
       if (!this.#line || this.#line.childElementCount >= LONGEST_LINE) {
-        this.#line = words.element("div", { class: "line" });
+        this.#line = words.element("div", { class: "line", dir: "auto" });
         this.box.append(this.#line);
       }
       const span = words.element("span", { class: `token ${kind} ${meaning ? "special" : ""}`, "data-step": step });

@@ -470,8 +470,8 @@ def test_the_audit_confirms_the_reply(handlers: ChatHandlers) -> None:
     assert chat.finished is not None
     count = len(chat.finished.token_ids)
     plain, figures = chat.messages[1].notices[-1].split("\n")
-    assert plain == "audit ✓: the model read this reply again, without guessing, and would draw every one of its tokens itself."
-    assert figures.startswith(f"{count} of {count} tokens are the target's own draw under the same noise; ")
+    assert plain == "audit ✓: the model alone would draw the same token at every position."
+    assert figures.startswith(f"{count} of {count} tokens are the target's own draw with the same seed. ")
     shown = show(chat.messages[1])[-1]["content"][-1]["text"]
     assert f"***{plain}***  \n{figures}  \n" in shown
 
@@ -479,13 +479,12 @@ def test_the_audit_confirms_the_reply(handlers: ChatHandlers) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_audit_speaks_of_plain_decoding_only_where_rounding_is_no_matter(dtype: torch.dtype) -> None:
     good, bad = Audit(np.zeros(3), np.ones(3)), Audit(np.array([0, 0.25, 0]), np.ones(3))
-    assert ("exactly what plain decoding says" in describe(good, 0, dtype)) == (dtype == torch.float32)
-    assert "largest shortfall is 0.000 logits" in describe(good, 0, dtype)
-    assert "2 of 3 tokens are the target's own draw under the same noise; the largest shortfall is 0.250" in describe(
-        bad, 1, dtype
-    )
+    assert ("exactly that of plain decoding" in describe(good, 0, dtype)) == (dtype == torch.float32)
+    assert "first choice is 0.000 logits" in describe(good, 0, dtype)
+    assert "2 of 3 tokens are the target's own draw with the same seed." in describe(bad, 1, dtype)
+    assert "The largest distance from the target's first choice is 0.250" in describe(bad, 1, dtype)
     told = describe(bad, 1, dtype)
-    tied = "would draw the same tokens, but for 1, where its two best are all but tied and rounding decides."
+    tied = "would draw the same token at all but 1 position. There its top two choices are nearly tied."
     assert (tied in told, "this should not happen" in told) == (dtype == torch.bfloat16, dtype == torch.float32)
     assert "this should not happen" in describe(bad, 2.5, dtype), "0.625 logits apart: that is no near tie"
 
@@ -651,7 +650,7 @@ def recorded(decoding: Decoding, token_ids: list[int]) -> Lane:
 
 
 def test_only_rounding_and_only_near_ties_are_excused() -> None:
-    assert why_differing(torch.bfloat16, near=True) == "rounding tips near ties in bfloat16"
+    assert why_differing(torch.bfloat16, near=True) == "rounding decides near ties in bfloat16"
     assert why_differing(torch.bfloat16, near=False) == "this should not happen in bfloat16"
     assert why_differing(torch.float32, near=True) == "this should not happen in float32"
 

@@ -107,11 +107,11 @@ class ChatHandlers:
         self._chat(request).stop()
 
     def audit(self, request: gr.Request) -> Generator[Frame, None, None]:
-        """Let the target check the last reply; how it stands, and at last the verdict, is written below it."""
+        """Let the target check the last reply. The progress, and finally the verdict, is written below it."""
         tab = _tab(request)
         chat = self.tabs.chat(tab)
         if chat.busy:
-            gr.Info("The audit checks a finished reply: let this one end, or stop it.")
+            gr.Info("The audit checks a finished reply: wait until this one has ended, or stop it.")
             return
         if not chat.messages:
             return
@@ -130,7 +130,7 @@ class ChatHandlers:
             reply.notices = kept
 
     def settle(self, request: gr.Request) -> Frame:
-        """How all stands, once a reply has ended or was left: whatever came late is put right."""
+        """The whole state of the chat, once a reply has ended or its chat was left. It corrects whatever came late."""
         return self._whole(self._chat(request))
 
     def whole(self, request: gr.Request) -> Any:

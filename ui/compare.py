@@ -108,7 +108,9 @@ class Comparisons:
                     lane.recorder.add(step)
                     put(lane)
                 if clock.late:
-                    raise LimitError(f"this page's limit is {replies.limits.seconds:.0f} seconds a lane: ask for fewer tokens")
+                    raise LimitError(
+                        f"this page's limit is {replies.limits.seconds:.0f} seconds for each lane: ask for fewer tokens"
+                    )
             if not stop.is_set():
                 put(self._agreement(prompt, lanes, settings))
 
@@ -116,9 +118,9 @@ class Comparisons:
             self._replies.turns.run(work, stop.is_set, lambda ahead: put(Waiting(ahead)))
 
     def _agreement(self, prompt: Prompt, lanes: list[Lane], settings: Settings) -> Json:
-        """Whether the lanes say the same; else who says what the first one says, and where the others part from it.
+        """Whether the lanes give the same text; else which lanes agree with the first, and where the others begin to differ.
 
-        With that comes how near a tie the target saw there, and why the choice may differ.
+        For each difference: how near a tie the target saw there, and why the choice may differ.
         """
         said: dict[tuple[int, ...], list[str]] = {}
         for lane in lanes:
@@ -143,7 +145,7 @@ class Comparisons:
 
 
 def _parting(one: Sequence[int], other: Sequence[int]) -> int:
-    """Where two replies part: at the first token that differs, else at the last one that both have."""
+    """Where two replies begin to differ: the first token that is not the same, else the last one that both have."""
     shorter = min(len(one), len(other))
     return next((i for i in range(shorter) if one[i] != other[i]), shorter - 1)
 

@@ -56,10 +56,11 @@ def build(
     loading: Mapping[str, Any] | None = None,
     limits: Limits = PRIVATE,
 ) -> gr.Blocks:
-    """The whole page around one engine; with ``study`` it learns about its model while nobody waits for a reply.
+    """The whole page around one engine.
 
-    For a page that one person uses: with ``memory`` it remembers across chats, and has a switch for that; with ``loading``
-    (arguments of `specdec.loading.load`) another model can be chosen. ``limits``: of each reply.
+    ``study``: learn about the model while nobody waits for a reply. ``memory``: remember across chats, with a switch for that
+    in the settings. ``loading``: arguments of `specdec.loading.load`; with them another model can be chosen in the settings.
+    Give these two only to a page that one person uses. ``limits``: the most that each reply may cost.
     """
     handlers = ChatHandlers(engine, limits, memory)
     if handlers.keeper is not None:
@@ -93,9 +94,9 @@ def build(
 
 
 def _queue(demo: gr.Blocks) -> None:
-    """Gradio's queue: who waits does so in `ui.turns`, so on ZeroGPU, too, it holds more than one event.
+    """Set up Gradio's queue. Replies wait for their turn in `ui.turns`, so this queue must not be short, even on ZeroGPU.
 
-    It looks for work 20 times a second, as it does on Windows, instead of 1000 times: each look takes the interpreter lock away
+    It looks for work 20 times a second, as it does on Windows, instead of 1000 times. Each look takes the interpreter lock
     from the engine's thread.
     """
     demo._queue.max_size = 1000
@@ -203,7 +204,7 @@ def _setting_fields(handlers: ChatHandlers) -> list[Any]:
             elem_id="max-tokens",
         )
     system_prompt = gr.Textbox(
-        label="System prompt", lines=2, max_lines=6, placeholder="What the model should know and how it should behave"
+        label="System prompt", lines=2, max_lines=6, placeholder="What the model should know, and how it should answer"
     )
     own = gr.Checkbox(default.own, label="Use the model's own settings as well", elem_id="own-settings", **_own(handlers))
     return [decoding, budget, temperature, top_p, seed, max_tokens, system_prompt, own]

@@ -5,7 +5,7 @@
   const PREFIX = "token-tree-chat:";
   const CURRENT = "token-tree-chat-current";
   const MOST = 100;
-  const EMPTY = "Chats are saved in this browser. The app remembers the latest ones until it ends.";
+  const EMPTY = "Your chats are saved in this browser. The app also keeps the latest ones until you close it.";
 
   class Shelf {
     constructor(host, trigger) {

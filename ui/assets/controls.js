@@ -138,7 +138,7 @@
   const WHY_LOW =
     "Branches are alternatives. At most one child of each node can be accepted, so most drafted tokens of a tree are rejected by " +
     "design, and all that follow a wrong guess are rejected with it. They cost little, because the pass is needed anyway. " +
-    "The speedup is tokens per pass, divided by what such a pass costs. The share accepted does not matter.";
+    "What makes a reply faster is tokens per pass, divided by what such a pass costs, and not the share accepted.";
 
   class Figures {
     constructor(host) {

@@ -1147,6 +1147,8 @@ def test_all_of_a_visit_fits_390_pixels(context: BrowserContext, url: str) -> No
     page.get_by_role("button", name="Run the comparison").click()
     expect(page.locator(".race .lane.home")).to_have_count(3, timeout=60_000)
     expect(page.locator(".race-headline")).to_contain_text(re.compile(r"times as fast as plain|fastest"))
+    lanes = page.locator(".race .lane").evaluate_all("lanes => lanes.map((lane) => lane.offsetHeight)")
+    assert sum(lanes) <= 3 * 320, "three lanes are little more than a screen"
     page.locator(".race-play").click()
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 

@@ -4,7 +4,7 @@
   const specdec = (window.specdec ??= {});
   const { words } = specdec;
   const LONGEST_LINE = 160;
-  const FADE = 20; // as high as in the stylesheet
+  const FADE = 10; // as high as in the stylesheet
 
   class Strip {
     #history = null;
@@ -118,7 +118,7 @@
       if (!edge) return;
       const { top, bottom } = edge;
       const box = this.box.getBoundingClientRect();
-      if (top < box.top || bottom > box.bottom - FADE) this.box.scrollTop += top - box.top - box.height * 0.6;
+      if (top < box.top || bottom > box.bottom - FADE) this.box.scrollTop += top - box.top - (box.height - FADE - (bottom - top)) * 0.7;
     }
   }
 

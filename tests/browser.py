@@ -64,8 +64,8 @@ def running_app(*arguments: str) -> Iterator[str]:
 
 
 @contextmanager
-def served(demo: gr.Blocks) -> Iterator[str]:
-    """The address of ``demo``, running on a free local port."""
+def served(demo: gr.Blocks, **appearance: Any) -> Iterator[str]:
+    """The address of ``demo``, running on a free local port; ``appearance``: more arguments of its ``launch``."""
     _, url, _ = demo.launch(
         server_name="127.0.0.1",
         server_port=None,
@@ -74,6 +74,7 @@ def served(demo: gr.Blocks) -> Iterator[str]:
         ssr_mode=False,
         share=False,
         run_history=False,
+        **appearance,
     )
     try:
         yield url

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -26,6 +28,7 @@ from specdec.cost import PassCost
 from specdec.engine import SpeculativeEngine
 from specdec.request import Decoding
 from specdec.serving.service import Service
+from specdec.step import Step
 from ui.audits import describe, why_differing
 from ui.chat import SKIP, ChatHandlers, Frame, show
 from ui.chats import MAX_MESSAGES, MAX_WARM, Chat, Message, Tabs, read_messages
@@ -38,8 +41,8 @@ from ui.relay import Relay
 from ui.settings import Settings
 from ui.trace import Recorder
 
-VALUES = ("tree", "auto", 0, 1, 0, 60, "")
-"""The setting fields as the page sends them: decoding, budget, temperature, top-p, seed, max tokens, system prompt."""
+VALUES = ("tree", "auto", 0, 1, 0, 60, "", True)
+"""The setting fields as the page sends them: decoding, budget, temperature, top-p, seed, max tokens, system prompt, own."""
 QUESTION, SECOND = "the cat sat on the mat", "and then the dog"
 
 
@@ -105,7 +108,7 @@ def test_a_reply_is_the_engines_and_its_footer_the_stats(handlers: ChatHandlers)
     assert frames[-1][0][1]["content"][0]["text"] == inert(chat.messages[1].text)
 
 
-def test_reasoning_that_the_template_opens_is_folded() -> None:
+def test_a_reply_that_begins_within_the_reasoning_is_what_the_engine_says_behind_the_tag() -> None:
     own = copy.deepcopy(tokenizer())
     own.chat_template = TEMPLATE.replace("<|assistant|>", "<|assistant|><think>\n")
     handlers = ChatHandlers(Service(SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), own)))
@@ -135,7 +138,7 @@ def test_the_second_turn_reads_only_what_is_new(handlers: ChatHandlers, monkeypa
 @pytest.mark.parametrize(
     ("values", "seen"),
     [
-        ((-1, 0, None, 0), (0.0, 0.01, 0, 1)),
+        ((-1, 0, 3, 0), (0.0, 0.01, 3, 1)),
         ((1e-300, -1, -7, -5), (0.0, 0.01, -7, 1)),
         ((5, 2, 2.0, 10**6), (5.0, 1.0, 2, 4096)),
         ((None, None, 10**30, None), (0.0, 1.0, 2**63 - 1, 512)),
@@ -146,6 +149,57 @@ def test_numbers_out_of_range_are_brought_into_it_and_an_empty_field_is_as_by_de
 ) -> None:
     settings = Settings.read("tree", "auto", *values, "")
     assert (settings.temperature, settings.top_p, settings.seed, settings.max_tokens) == seen
+
+
+SAMPLED = ("tree", "auto", 1.0, 1, None, 24, "", True)
+
+
+def test_a_retry_draws_a_new_seed_and_shows_it_unless_the_user_set_one(handlers: ChatHandlers) -> None:
+    send(handlers, QUESTION, values=SAMPLED)
+    chat = handlers.tabs.chat("tab")
+    first = chat.messages[1]
+    list(handlers.retry(tab(), *SAMPLED))
+    second = chat.messages[1]
+    assert first.text != second.text, "two seeds of 2**31 are the same once in as many runs"
+    (seed,) = re.findall(r"seed (\d+)", second.footer)
+    list(handlers.retry(tab(), *SAMPLED[:4], float(seed), *SAMPLED[5:]))
+    assert chat.messages[1].text == second.text
+
+
+def test_what_the_models_own_settings_do_is_shown_and_can_be_turned_off() -> None:
+    engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer())
+    plain = engine.generate([{"role": "user", "content": QUESTION}], **Settings.read(*VALUES).arguments())
+    first = next(engine.stream([{"role": "user", "content": QUESTION}], do_sample=False)).token_ids[0]
+    engine.model.generation_config.suppress_tokens = [first]
+    engine.model.generation_config.min_p = 0.1
+    handlers = ChatHandlers(Service(engine))
+    assert sorted(handlers.own_settings.split(", ")) == ["min_p 0.1", f"suppress_tokens [{first}]"]
+    send(handlers, QUESTION)
+    assert handlers.tabs.chat("tab").messages[1].text != plain
+    list(handlers.retry(tab(), *VALUES[:-1], False))
+    assert handlers.tabs.chat("tab").messages[1].text == plain
+    send(handlers, QUESTION, "other", (*VALUES[:2], 1.0, *VALUES[3:-1], False))
+    assert handlers.tabs.chat("other").messages[1].state == "done"
+
+
+@pytest.mark.parametrize(("opening", "closing"), [("<think>\n", "</think>"), ("[THINK]", "[/THINK]")])
+def test_reasoning_that_the_template_opens_is_folded(opening: str, closing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = copy.deepcopy(tokenizer())
+    opened.chat_template = TEMPLATE.replace("<|assistant|>", f"<|assistant|>{opening}")
+    engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), opened)
+    handlers = ChatHandlers(Service(engine))
+    steps = handlers.replies.decoder.steps
+
+    def thinking(*arguments: Any) -> Iterator[Step]:
+        for step, text in zip(steps(*arguments), ["hm", closing, "\n\nyes", ""], strict=False):
+            yield replace(step, text=text)
+
+    monkeypatch.setattr(handlers.replies.decoder, "steps", thinking)
+    frames = send(handlers, QUESTION)
+    thought, answer = frames[-1][0][1:]
+    assert (thought["metadata"], thought["content"]) == ({"title": "Reasoning", "status": "done"}, "hm")
+    assert answer["content"][0]["text"] == "yes"
+    assert handlers.tabs.chat("tab").messages[1].text == f"{opening}hm{closing}\n\nyes"
 
 
 @pytest.mark.parametrize("field", ["temperature", "top_p", "seed", "max_tokens"])
@@ -426,8 +480,8 @@ def test_the_audit_confirms_the_reply(handlers: ChatHandlers) -> None:
     assert chat.finished is not None
     count = len(chat.finished.token_ids)
     plain, figures = chat.messages[1].notices[-1].split("\n")
-    assert plain == "audit ✓: the model read this reply again, without guessing, and would draw every one of its tokens itself."
-    assert figures.startswith(f"{count} of {count} tokens are the target's own draw under the same noise; ")
+    assert plain == "audit ✓: the model alone would draw the same token at every position."
+    assert figures.startswith(f"{count} of {count} tokens are the target's own draw with the same seed. ")
     shown = show(chat.messages[1])[-1]["content"][-1]["text"]
     assert f"***{plain}***  \n{figures}  \n" in shown
 
@@ -435,13 +489,12 @@ def test_the_audit_confirms_the_reply(handlers: ChatHandlers) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_audit_speaks_of_plain_decoding_only_where_rounding_is_no_matter(dtype: torch.dtype) -> None:
     good, bad = Audit(np.zeros(3), np.ones(3)), Audit(np.array([0, 0.25, 0]), np.ones(3))
-    assert ("exactly what plain decoding says" in describe(good, 0, dtype)) == (dtype == torch.float32)
-    assert "largest shortfall is 0.000 logits" in describe(good, 0, dtype)
-    assert "2 of 3 tokens are the target's own draw under the same noise; the largest shortfall is 0.250" in describe(
-        bad, 1, dtype
-    )
+    assert ("exactly that of plain decoding" in describe(good, 0, dtype)) == (dtype == torch.float32)
+    assert "first choice is 0.000 logits" in describe(good, 0, dtype)
+    assert "2 of 3 tokens are the target's own draw with the same seed." in describe(bad, 1, dtype)
+    assert "The largest distance from the target's first choice is 0.250" in describe(bad, 1, dtype)
     told = describe(bad, 1, dtype)
-    tied = "would draw the same tokens, but for 1, where its two best are all but tied and rounding decides."
+    tied = "would draw the same token at all but 1 position. There its top two choices are nearly tied."
     assert (tied in told, "this should not happen" in told) == (dtype == torch.bfloat16, dtype == torch.float32)
     assert "this should not happen" in describe(bad, 2.5, dtype), "0.625 logits apart: that is no near tie"
 
@@ -587,7 +640,7 @@ def recorded(decoding: Decoding, token_ids: list[int]) -> Lane:
 
 
 def test_only_rounding_and_only_near_ties_are_excused() -> None:
-    assert why_differing(torch.bfloat16, near=True) == "rounding tips near ties in bfloat16"
+    assert why_differing(torch.bfloat16, near=True) == "rounding decides near ties in bfloat16"
     assert why_differing(torch.bfloat16, near=False) == "this should not happen in bfloat16"
     assert why_differing(torch.float32, near=True) == "this should not happen in float32"
 

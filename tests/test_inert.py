@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ui.inert import inert, original
+from ui.inert import as_typed, inert, original
 
 ACTIVE = re.compile(r"<[A-Za-z/!?|]|!\[|```mermaid")
 HOSTILE = [
@@ -69,3 +69,10 @@ def test_hostile_text_is_disarmed_in_code_as_elsewhere_and_comes_back_unchanged(
 def test_whatever_the_text_nothing_in_it_is_active_and_the_original_comes_back(text: str) -> None:
     assert not ACTIVE.search(inert(text))
     assert original(inert(text)) == text
+
+
+@given(st.lists(st.sampled_from([*PIECES, "&", "&#42;", "*", "_", "#", "\u2064", "\u2063", "é"])).map("".join))
+def test_nothing_that_was_typed_has_a_meaning_in_markdown_and_the_original_comes_back(text: str) -> None:
+    assert re.fullmatch(r"\u2064(?:[\w]|&#\d+;)*\u2064", as_typed(text))
+    assert "_" not in as_typed(text)
+    assert original(as_typed(text)) == text

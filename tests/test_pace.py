@@ -12,7 +12,7 @@ import multiprocessing
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from threading import Semaphore
 from types import SimpleNamespace
@@ -26,12 +26,12 @@ from playwright.sync_api import sync_playwright
 from steps import random_steps, token_text
 
 from specdec.engine import SpeculativeEngine
+from specdec.request import Request
 from specdec.serving.service import Service
-from specdec.step import Step
 from ui.page import build
 from ui.panel import REPEATS, PanelFeed
 from ui.pump import INTERVAL, Pump
-from ui.turns import ENGINE_THREAD, leave_a_core
+from ui.turns import leave_a_core
 
 PROMPT = "Write a long text about the history of the lighthouse."
 TOKENS = 160
@@ -48,22 +48,26 @@ class Meter:
     """
 
     def __init__(self, engine: SpeculativeEngine) -> None:
-        self._stream = engine.stream
-        engine.stream = self.stream  # type: ignore[method-assign]
+        self._scheduler, self._request, self._step = engine.scheduler, engine.request, engine.scheduler.step
+        engine.request = self.request  # type: ignore[method-assign]
+        engine.scheduler.step = self.step  # type: ignore[method-assign]
         self.rate = self.beside = 0.0
 
-    def stream(self, *arguments: Any, **options: Any) -> Iterator[Step]:
-        tokens, start = 0, None
-        for step in self._stream(*arguments, **options | {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS}):
-            now = time.perf_counter()
-            own, whole = time.thread_time(), time.process_time()
-            if start is None:
-                start, own_start, whole_start = now, own, whole
-            else:
-                tokens += len(step.token_ids)
-                self.rate = tokens / (now - start)
-                self.beside = (whole - whole_start) / (own - own_start) - 1
-            yield step
+    def request(self, *arguments: Any, **options: Any) -> Request:
+        return self._request(*arguments, **options | {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS})
+
+    def step(self) -> bool:
+        (sequence,) = self._scheduler.sequences
+        before = sequence.emitted
+        worked = self._step()
+        now = time.perf_counter(), time.thread_time(), time.process_time()
+        if before == 0:
+            self._tokens, self._start = -sequence.emitted, now
+        elif sequence.emitted > before:
+            wall, own, whole = (end - start for start, end in zip(self._start, now, strict=True))
+            self.rate = (sequence.emitted + self._tokens) / wall
+            self.beside = whole / own - 1
+        return worked
 
 
 def attached(url: str) -> None:
@@ -126,19 +130,21 @@ def test_a_step_is_sent_as_often_and_with_as_many_bytes_at_the_end_of_a_long_rep
 
 @pytest.mark.measured
 def test_the_engine_keeps_its_pace_whoever_is_attached() -> None:
-    ENGINE_THREAD.submit(leave_a_core).result()
-    engine = ENGINE_THREAD.submit(SpeculativeEngine).result()
+    service = Service()
+    service.call(leave_a_core)
+    service.use(service.call(SpeculativeEngine))
+    engine = service.engine
     meter = Meter(engine)
     messages = [{"role": "user", "content": PROMPT}]
-    ENGINE_THREAD.submit(list, engine.stream(messages, do_sample=False)).result()  # what comes first is slow
+    list(service.stream(messages, do_sample=False))  # what comes first is slow
     gc.freeze()  # as the app does
     elsewhere = ProcessPoolExecutor(
         1, mp_context=multiprocessing.get_context("spawn")
     )  # no program shares the engine's process
-    with served(build(Service(engine))) as url, elsewhere:
+    with served(build(service)) as url, elsewhere:
 
         def nobody() -> None:
-            ENGINE_THREAD.submit(list, engine.stream(messages, do_sample=False)).result()
+            list(service.stream(messages, do_sample=False))
 
         ways: dict[str, Callable[[], None]] = {
             "nobody": nobody,

@@ -528,14 +528,13 @@ def test_the_scrubber_says_nothing_of_the_reply_before(page: Page) -> None:
 
 def test_the_speedup_says_where_it_was_measured(page: Page) -> None:
     notes = page.locator(".figure:has-text('plain speed') .note, .chart:has-text('Running speedup') header .note")
-    forecast = "dotted: the draft's own forecast"
 
     def cost(where: str) -> re.Pattern[str]:
-        return re.compile(rf"^{where}: a pass costs \d\.\d\d plain ones$")
+        return re.compile(rf"^{where}: one pass takes as long as \d\.\d\d plain passes$")
 
-    expect(notes).to_have_text([cost("as recorded"), f"against a plain pass as recorded; {forecast}"])
+    expect(notes).to_have_text([cost("as recorded"), "against plain decoding, as recorded; dotted: forecast"])
     receive(page, *feed_payloads(3))
-    expect(notes).to_have_text([cost("measured here"), f"against a plain pass measured here; {forecast}"])
+    expect(notes).to_have_text([cost("measured here"), "against plain decoding, measured here; dotted: forecast"])
     show(page, random_trace(5, nodes=4))
     expect(notes.first).to_have_text(cost("as recorded"))
 
@@ -767,7 +766,7 @@ def test_the_strip_follows_the_shown_step_until_the_user_scrolls_it(page: Page) 
         record["token_texts"] = [*record["token_texts"][:-1], "word\n"]
     in_sight = """() => {
         const [box, token] = ['.strip', '.strip .now'].map((name) => document.querySelector(name).getClientRects()[0]);
-        return box.top - 2 <= token.top && token.bottom <= box.bottom - 18 && box.bottom <= innerHeight;
+        return box.top - 2 <= token.top && token.bottom <= box.bottom - 8 && box.bottom <= innerHeight;
     }"""
     for step in (59, 30, 2, 45, 0):
         show(page, trace, step)
@@ -783,6 +782,29 @@ def test_the_strip_follows_the_shown_step_until_the_user_scrolls_it(page: Page) 
     assert not page.evaluate(in_sight)
 
 
+def test_a_line_from_right_to_left_keeps_its_side_while_it_grows(page: Page) -> None:
+    feed = PanelFeed({"name": "no model"}, {}, [], token_text)
+    receive(page, feed.start())
+    sides = set()
+    words = ["1. ", "שלום", " world", " and", " more", "!"]
+    for step, word in zip(random_steps(len(words), 0), words, strict=True):
+        payload = json.loads(feed.steps([step]))
+        for message in payload["messages"]:
+            for record in message.get("steps", []):
+                record["token_texts"] = [words[record["index"]]]
+        receive(page, json.dumps(payload))
+        page.wait_for_function("text => document.querySelector('.strip').textContent.endsWith(text)", arg=word)
+        sides.add(page.locator(".strip .line").evaluate("line => getComputedStyle(line).direction"))
+        if word == "1. ":
+            sides.clear()
+    assert sides == {"rtl"}
+
+
+def test_panel_and_strip_are_not_translated(page: Page) -> None:
+    assert page.locator(".specdec-host").evaluate("host => host.translate") is False
+    assert page.locator(".strip").evaluate("strip => strip.closest('[translate=no]') !== null")
+
+
 def test_an_indent_after_a_line_break_stands_on_the_next_line(page: Page) -> None:
     trace = random_trace(3, nodes=0)
     for record, text in zip(trace["steps"], ("def", "\n    ", "return"), strict=True):
@@ -794,13 +816,13 @@ def test_an_indent_after_a_line_break_stands_on_the_next_line(page: Page) -> Non
 
 def test_earlier_figures_are_marked_as_such(page: Page) -> None:
     trace = random_trace(5, nodes=6)
-    note = page.locator(".figure .upto").first
+    note = page.locator(".figures .upto")
     show(page, trace, 1)
     expect(note).to_be_visible()
     expect(note).to_have_text("up to this step")
     show(page, trace, 0)
     expect(page.locator(".figure .note").last).to_have_text(re.compile("of"))
-    expect(page.locator(".figure .note").nth(3)).to_contain_text("1 pass for")
+    expect(page.locator(".figure:has-text('passes saved') .note")).to_contain_text("1 pass for")
     show(page, trace, 4)
     expect(note).to_be_hidden()
 
@@ -809,6 +831,7 @@ def test_the_speedup_is_charted_up_to_its_peak(page: Page) -> None:
     trace = random_trace(9, nodes=6)
     trace["steps"][0]["figures"]["speedup"] = 7.5
     show(page, trace, 1)
+    page.locator(".plot").first.scroll_into_view_if_needed()
     page.wait_for_function("document.querySelector('.plot').data?.[0].y[0] === 7.5")
     assert page.evaluate("document.querySelector('.plot').layout.yaxis.range[1]") > 7.5
 
@@ -819,6 +842,7 @@ def test_the_figures_above_the_charts_are_those_of_the_step_looked_at(page: Page
     for step, where in ((2, " at step 3"), (8, "")):
         figures = show(page, trace, step)["figures"]
         expect(heads).to_have_text([f"{figures['speedup']:.2f}×{where}", f"{figures['tokens_per_pass']:.2f}{where}"])
+    page.locator(".plot").first.scroll_into_view_if_needed()
     page.evaluate("panel.playback.goTo(3); panel.schedule()")
     page.wait_for_function("document.querySelector('.plot').layout?.shapes?.[0].x0 === 4")
 

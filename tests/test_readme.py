@@ -116,3 +116,17 @@ def test_every_test_that_the_readme_names_exists() -> None:
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\((?!https?:)([^)#]+)\)", README))))
 def test_every_file_that_the_readme_links_exists(target: str) -> None:
     assert (ROOT / target).exists()
+
+
+def test_every_module_has_a_row_in_the_map_and_every_row_a_module() -> None:
+    modules = {path.relative_to(ROOT).as_posix() for folder in ("specdec", "ui") for path in (ROOT / folder).glob("[!_]*.py")}
+    folders = {f"{path.parent.relative_to(ROOT).as_posix()}/" for path in (ROOT / "specdec").glob("*/__init__.py")}
+    rows = set(re.findall(r"^\| `((?:app\.py|specdec/|ui/)[^`]*)` \|", README, re.MULTILINE))
+    assert rows - {"app.py", "ui/assets/"} == modules | folders
+
+
+def test_the_first_screen_says_what_it_is_shows_it_and_runs_it_and_the_measurements_come_last() -> None:
+    screen = README.split("---\n", 2)[2].splitlines()[:30]
+    assert any(line.startswith("![") for line in screen)
+    assert any(line.endswith("app.py") and "pip install" in line for line in screen)
+    assert re.findall(r"^## (.+)$", README, re.MULTILINE)[-1] == "Measured"

@@ -1,4 +1,4 @@
-"""The audit button: the last reply, checked by the target itself."""
+"""The audit: the target reads the last reply again and checks every token."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from ui.turns import in_line
 
 PREFIX = "audit"
 GOOD = PREFIX + " ✓"
-"""How a line begins that says that all is well."""
+"""How a line begins that reports no difference."""
 _NEAR_TIE = 0.5
-"""Logits; where the target's first two choices are that near, rounding may tip them (bfloat16, measured: up to 0.375)."""
+"""Logits. Rounding may swap the target's first two choices if they are this near (measured in bfloat16: up to 0.375)."""
 _EXACT = (torch.float32, torch.float64)
 
 
 def check(replies: Replies, chat: Chat) -> Generator[str, None, None]:
-    """Audit the chat's latest reply, when the engine is free: one line at a time about how it stands, the verdict last.
+    """Audit the chat's latest reply when the engine is free. Yields one line at a time about its progress, the verdict last.
 
-    Closed before that, it gives its place in the queue up.
+    If it is closed before that, it gives up its place in the queue.
     """
     finished = chat.finished
     if finished is None:
-        yield f"{PREFIX}: there is no reply from this session to check; regenerate it first"
+        yield f"{PREFIX}: this reply is from an earlier session and cannot be checked. Press Retry, then audit the new reply."
         return
     stop = threading.Event()
     clock = Clock(stop, replies.limits.seconds)
@@ -68,13 +68,13 @@ def _line(event: int | Audit, finished: Finished, dtype: torch.dtype) -> str:
 
 
 def is_near_tie(gap: float, temperature: float) -> bool:
-    """Whether rounding may tip two choices that lie ``gap`` apart in scores, which ``temperature`` stretched."""
+    """Whether rounding may swap two choices whose scores, divided by ``temperature``, lie ``gap`` apart."""
     return gap * (temperature or 1.0) <= _NEAR_TIE
 
 
 def why_differing(dtype: torch.dtype, near: bool) -> str:
     """Why a pass of another shape chose another token; ``near``: the target's first two choices were a near tie."""
-    return f"{'rounding tips near ties' if _rounds(dtype, near) else 'this should not happen'} in {dtype_name(dtype)}"
+    return f"{'rounding decides near ties' if _rounds(dtype, near) else 'this should not happen'} in {dtype_name(dtype)}"
 
 
 def _rounds(dtype: torch.dtype, near: bool) -> bool:
@@ -82,19 +82,20 @@ def _rounds(dtype: torch.dtype, near: bool) -> bool:
 
 
 def describe(report: Audit, temperature: float, dtype: torch.dtype) -> str:
-    """The verdict in a line for everybody, and below it one with the figures."""
-    verb, choice = ("draw", "draw under the same noise") if temperature else ("choose", "choice")
+    """The verdict in one line, and below it the figures."""
+    verb, choice = ("draw", "draw with the same seed") if temperature else ("choose", "choice")
     if differing := report.tokens - report.own:
         near = is_near_tie(report.largest_shortfall, temperature)
         why = why_differing(dtype, near)
-        tied = ", where its two best are all but tied and rounding decides" if _rounds(dtype, near) else ""
-        verdict = f"the same tokens, but for {differing:,}{tied}"
+        where, those = ("1 position", "There") if differing == 1 else (f"{differing:,} positions", "At those")
+        tied = f" {those} its top two choices are nearly tied." if _rounds(dtype, near) else ""
+        verdict = f"the model alone would {verb} the same token at all but {where}.{tied}"
     else:
-        verdict = "every one of its tokens itself"
-        exact = "the text is exactly what plain decoding says"
-        why = exact if dtype in _EXACT else f"in {dtype_name(dtype)} a plain run may still tip near ties the other way"
+        verdict = f"the model alone would {verb} the same token at every position."
+        exact = "the text is exactly that of plain decoding"
+        why = exact if dtype in _EXACT else f"in {dtype_name(dtype)} rounding may still change near ties in a plain run"
     return (
-        f"the model read this reply again, without guessing, and would {verb} {verdict}.\n"
-        f"{report.own:,} of {report.tokens:,} tokens are the target's own {choice}; "
-        f"the largest shortfall is {report.largest_shortfall:.3f} logits ({why})"
+        f"{verdict}\n"
+        f"{report.own:,} of {report.tokens:,} tokens are the target's own {choice}. "
+        f"The largest distance from the target's first choice is {report.largest_shortfall:.3f} logits ({why})."
     )

@@ -6,6 +6,7 @@ Every handler finds its chat by the session of the request; nothing of one tab i
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import time
 from collections.abc import Generator, Iterator
@@ -22,13 +23,13 @@ from ui.audits import GOOD, PREFIX, check
 from ui.chats import MAX_MESSAGES, MAX_TEXT, Chat, Message, Tabs, Writing, read_messages
 from ui.compare import Comparisons
 from ui.errors import explain
-from ui.inert import inert, original
+from ui.inert import as_typed, inert, original
 from ui.keeper import MemoryKeeper
 from ui.limits import PRIVATE, LimitError, Limits
 from ui.panel import PanelFeed
 from ui.pump import STILL
 from ui.replies import Replies
-from ui.settings import Settings
+from ui.settings import Settings, own_settings
 from ui.visitors import TooManyError
 
 SKIP = gr.skip()
@@ -37,7 +38,7 @@ _LONGEST_NAME = 64  # of a session or a chat; clients choose them
 _GLANCE = 0.1  # seconds between two looks at whether a client's message before has been answered
 _SEPARATOR = "\N{INVISIBLE SEPARATOR}"
 _inert_once = lru_cache(maxsize=512)(inert)  # every frame shows every message, and only the last one changes
-_THINK, _THOUGHT = "<think>", "</think>"
+_REASONING = re.compile(r"\s*[<\[](think|thinking|thought|reasoning|THINK)[>\]](.*?)(?:[<\[]/\1[>\]]\n*(.*))?", re.DOTALL)
 
 Frame = tuple[Any, Any, Any, Any, Any]
 """Values of the components (chatbot, box, panel, meter, shelf)."""
@@ -72,6 +73,11 @@ class ChatHandlers:
             "dtype": dtype_name(self.engine.model.dtype),
             "device": str(self.engine.target.device),
         }
+
+    @property
+    def own_settings(self) -> str:
+        """What the model's generation config sets for which the page has no field, for display."""
+        return own_settings(self.engine.model)
 
     def send(self, text: str, request: gr.Request, *settings: Any) -> Generator[Frame, None, None]:
         """Answer a new message."""
@@ -110,11 +116,11 @@ class ChatHandlers:
         self._chat(request).stop()
 
     def audit(self, request: gr.Request) -> Generator[Frame, None, None]:
-        """Let the target check the last reply; how it stands, and at last the verdict, is written below it."""
+        """Let the target check the last reply. The progress, and finally the verdict, is written below it."""
         tab = _tab(request)
         chat = self.tabs.chat(tab)
         if chat.busy:
-            gr.Info("The audit checks a finished reply: let this one end, or stop it.")
+            gr.Info("The audit checks a finished reply: wait until this one has ended, or stop it.")
             return
         if not chat.messages:
             return
@@ -137,7 +143,7 @@ class ChatHandlers:
             reply.notices = kept
 
     def settle(self, request: gr.Request) -> Frame:
-        """How all stands, once a reply has ended or was left: whatever came late is put right."""
+        """The whole state of the chat, once a reply has ended or its chat was left. It corrects whatever came late."""
         return self._whole(self._chat(request))
 
     def whole(self, request: gr.Request) -> Any:
@@ -299,11 +305,11 @@ def show(message: Message) -> list[dict[str, Any]]:
     """
     rows: list[dict[str, Any]] = []
     text = message.text
-    if message.role == "assistant" and text.lstrip().startswith(_THINK):
-        thought, closed, text = text.lstrip().removeprefix(_THINK).partition(_THOUGHT)
-        fold = {"title": "Reasoning", "status": "done" if closed else "pending"}
+    if message.role == "assistant" and (reasoning := _REASONING.fullmatch(text)):
+        _, thought, answer = reasoning.groups()
+        fold = {"title": "Reasoning", "status": "pending" if answer is None else "done"}
         rows.append({"role": "assistant", "content": inert(thought.strip()), "metadata": fold})
-        text = text.lstrip("\n")
+        text = answer or ""
     lines: list[str] = []
     for number, notice in enumerate(message.notices, start=1):
         line, _, details = inert(notice).replace("*", "").partition("\n")
@@ -311,7 +317,7 @@ def show(message: Message) -> list[dict[str, Any]]:
         mark = "**" if failed else "***" if line.startswith(GOOD) else "*"
         lines += [f"{mark}{line}{mark}", *details.splitlines()]
     lines += [inert(message.footer)] if message.footer else []
-    disarm = inert if message.state == "writing" else _inert_once
+    disarm = as_typed if message.role == "user" else inert if message.state == "writing" else _inert_once
     parts = [disarm(text) or ("…" if message.state == "writing" else "No reply.")]
     if lines:
         parts.append(_SEPARATOR + "  \n".join(lines) + " " + _SEPARATOR)  # right behind a full stop it would undo emphasis

@@ -127,9 +127,9 @@ class Comparisons:
                 put(agreement)
 
     def _agreement(self, prompt: Prompt, lanes: list[Lane], settings: Settings, clock: Clock) -> Json | None:
-        """Whether the lanes say the same; else who says what the first one says, and where the others part from it.
+        """Whether the lanes give the same text; else which lanes agree with the first, and where the others begin to differ.
 
-        With that comes how near a tie the target saw there, and why the choice may differ. None once the ``clock`` ends it.
+        For each difference: how near a tie the target saw there, and why the choice may differ. None once ``clock`` ends it.
         """
         said: dict[tuple[int, ...], list[str]] = {}
         for lane in lanes:
@@ -156,7 +156,7 @@ class Comparisons:
 
 
 def _parting(one: Sequence[int], other: Sequence[int]) -> int:
-    """Where two replies part: at the first token that differs, else at the last one that both have."""
+    """Where two replies begin to differ: the first token that is not the same, else the last one that both have."""
     shorter = min(len(one), len(other))
     return next((i for i in range(shorter) if one[i] != other[i]), shorter - 1)
 

@@ -1,4 +1,4 @@
-"""Errors as one line for whoever sits before the page."""
+"""Errors as one line for the user of the page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def explain(error: Exception) -> str:
-    """One line about what went wrong; what is not the user's to put right goes to the log in full."""
+    """One line about what went wrong. What the user cannot correct is logged in full."""
     if isinstance(error, gr.Error):  # from a Space's machinery, or explained already where it happened
         return str(error.message) if error.title == "Error" else f"{error.title}: {error.message}. The chat goes on: try again."
     line = " ".join(str(error).split())[:300]

@@ -17,7 +17,7 @@ PAGE = ASSETS / "page.html"
 EXAMPLE = ASSETS / "demo-trace.json"
 _NOUNS = (
     *("theme", "words", "history", "feed", "layout", "zoom", "details", "tree"),
-    *("playback", "scrubber", "strip", "charts", "export", "controls", "panel"),
+    *("playback", "scrubber", "strip", "charts", "export", "controls", "slim", "panel"),
 )
 SCRIPTS = tuple(ASSETS / f"{noun}.js" for noun in _NOUNS)
 """In loading order: plain scripts, each adding its noun to the page's `specdec` object."""

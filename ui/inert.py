@@ -1,10 +1,12 @@
-"""Text from outside, made inert: what looks like HTML, an image or a diagram stays the text that it is.
+"""Text from outside, made harmless for a chat that renders Markdown.
 
-The chat renders Markdown, and Markdown lets HTML through, save in code. But what is code only the renderer knows, so none is
-spared: a word joiner (U+2060, invisible) keeps each tag, image and diagram from being one. The page takes the joiners out of
-what is copied (``assets/page.js``).
+What a model writes is Markdown, and Markdown lets HTML through, except in code. Only the renderer knows what is code, so every
+tag, image and diagram is made inert: a word joiner (U+2060, invisible) keeps it from being one. A joiner also hides the word
+cpp from Gradio's highlighter, which does not know C and would drop the whole message.
 
-A joiner also hides the word cpp from Gradio's highlighter, which fails for want of C, and takes the whole message along.
+What a user types is shown as it was typed: every character that could have a meaning becomes a character reference.
+
+The page gives the text itself to whoever copies or edits a message (``assets/page.js``).
 """
 
 from __future__ import annotations
@@ -12,6 +14,10 @@ from __future__ import annotations
 import re
 
 _JOINER = "\N{WORD JOINER}"
+_TYPED = "\N{INVISIBLE PLUS}"
+"""Stands before and after a text that was typed."""
+_MEANINGFUL = re.compile(r"[!-/:-@\[-`{-~ \t\n\r\u2060\u2063\u2064]")
+_REFERENCE = re.compile(r"&#(\d+);")
 _ACTIVE = re.compile(rf"<(?=[A-Za-z/!?|{_JOINER}])|!(?=[\[{_JOINER}])|(?:```|~~~)[ \t]*(?=mermaid|cpp|{_JOINER})")
 _DISARMED = re.compile(rf"(<|!|(?:```|~~~)[ \t]*){_JOINER}")
 
@@ -21,6 +27,13 @@ def inert(text: str) -> str:
     return _ACTIVE.sub(rf"\g<0>{_JOINER}", text)
 
 
+def as_typed(text: str) -> str:
+    """``text`` as Markdown that shows exactly these characters."""
+    return _TYPED + _MEANINGFUL.sub(lambda match: f"&#{ord(match[0])};", text) + _TYPED
+
+
 def original(text: str) -> str:
-    """What `inert` was given."""
+    """What `inert` or `as_typed` was given."""
+    if len(text) > 1 and text[0] == text[-1] == _TYPED:
+        return _REFERENCE.sub(lambda match: chr(int(match[1])), text[1:-1])
     return _DISARMED.sub(r"\1", text)

@@ -1,4 +1,4 @@
-"""How the page looks: name, icon, theme, and the style and script that go with it."""
+"""The page's appearance: name, icon, theme, stylesheet and script."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _POLICY = (
     "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; connect-src *; "  # Gradio is inline and evaluates
     "frame-src 'none'; object-src 'none'; form-action 'self'"
 )
-"""The second wall, behind `ui.inert`: a tag in a reply, were one ever live, could load nothing from elsewhere."""
+"""A second defence behind `ui.inert`: even an active tag in a reply could load nothing from another site."""
 _INK, _PAPER = "#1a1e24", "#ffffff"  # as in the panel's palette
 _ACCENT, _ACCENT_DARK = "#0b7a5c", "#57d4ac"
 _INK_DARK, _PAPER_DARK = "#e9ebee", "#191c21"
@@ -37,7 +37,7 @@ def look() -> dict[str, Any]:
 
 
 def _theme() -> Base:
-    """Quiet paper, dark ink; the fonts come with Gradio, so nothing is fetched from elsewhere."""
+    """A light and a dark palette. The fonts come with Gradio, so nothing is fetched from another site."""
     theme = Base(
         primary_hue=colors.emerald,
         neutral_hue=colors.slate,

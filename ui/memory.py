@@ -23,8 +23,8 @@ SPAN = 10
 """How many replies, first and latest, the summary compares."""
 BARS = 24
 _PRIVACY = (
-    "What is said in chats and in texts you hand over, kept as token ids and hashes in one file on this machine and sent "
-    "nowhere. Whoever has that file could find out what was said. Switched off, nothing is looked up, learnt or saved."
+    "What is said in chats and in your files is kept as token ids and hashes, in one file on this machine. Nothing is sent "
+    "anywhere. Whoever has that file could find out what was said. While this is off, nothing is looked up, learnt or saved."
 )
 
 
@@ -99,8 +99,8 @@ class MemorySection:
             return f"<p>Off; {size}.{' ' + escape(self._keeper.why_off) if self._keeper.why_off else ''}</p>"
         known, replies = len(memory), count(len(memory.replies), "reply")
         parts = [
-            f"<p><b>{known:,}</b> contexts known from {replies} and texts handed over, {known / memory.capacity:.1%} of the "
-            f'room there is; <span title="{escape(path.name if path else "")}">{size}</span>.</p>'
+            f"<p><b>{known:,}</b> contexts known from {replies} and your files: {known / memory.capacity:.1%} of the memory's "
+            f'limit; <span title="{escape(path.name if path else "")}">{size}</span>.</p>'
         ]
         if len(memory.replies) >= 2:
             parts.append(_progress(memory.replies))

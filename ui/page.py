@@ -36,9 +36,9 @@ _LATEX: list[dict[str, str | bool]] = [
 ]
 _QUICK: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "queue": False}
 _EMPTY = (
-    "## Ask something, and watch it being guessed\n\n"
-    "A quick guesser drafts a **tree** of possible next words; the model checks the whole tree in **one pass** and keeps "
-    "what it would have said anyway. Every token is the model's own choice; it only comes sooner."
+    "## Ask something, and watch the answer being drafted\n\n"
+    "A fast guesser drafts a **tree** of possible next words. The model checks the whole tree in **one pass** and keeps the "
+    "words that it would have chosen itself. You get the model's own answer, sooner."
 )
 
 
@@ -94,7 +94,7 @@ def build(
                 with gr.Column(elem_id="chat-column", min_width=0):
                     parts = _chat_column(handlers, header, loading if owned else None, owner, owned)
                 with gr.Column(elem_id="panel-column", min_width=0):
-                    panel = live_panel(opening=_opening(handlers.replies.pending))
+                    panel = live_panel(opening=_opening(handlers.replies.pending), slim="#slim .specdec")
             with gr.Tab("Compare"):
                 CompareTab(handlers.comparisons, listening)
         relay = Relay()
@@ -104,8 +104,9 @@ def build(
         if parts.sections and owner is not None:
             demo.load(lambda: [gr.update(visible=is_owner(owner))] * len(parts.sections), outputs=parts.sections, **_QUICK)
         if loading is not None:  # another tab may have changed the model
+            own = parts.settings[-1]
             for happened in (demo.load, *(event.then for event in settled)):
-                happened(lambda: _header(handlers.model_facts), outputs=header, **_QUICK)
+                happened(lambda: (_header(handlers.model_facts), gr.update(**_own(handlers))), outputs=[header, own], **_QUICK)
         api(apart(handlers.api, listening), api_name="chat", concurrency_limit=None)
     _queue(demo)
     return demo  # type: ignore[no-any-return]
@@ -126,9 +127,9 @@ def _opening(pending: Pending) -> Callable[[str], str]:
 
 
 def _queue(demo: gr.Blocks) -> None:
-    """Gradio's queue: who waits does so in `specdec.serving.line`, so on ZeroGPU, too, it holds more than one event.
+    """Set up Gradio's queue. Replies wait in `specdec.serving.line`, so this queue must not be short, even on ZeroGPU.
 
-    It looks for work 20 times a second, as it does on Windows, instead of 1000 times: each look takes the interpreter lock away
+    It looks for work 20 times a second, as it does on Windows, instead of 1000 times. Each look takes the interpreter lock
     from the engine's thread.
     """
     demo._queue.max_size = 1000
@@ -165,6 +166,7 @@ def _chat_column(
     )
     with gr.Row(elem_id="examples"):
         examples = [(gr.Button(f"{example.title}\n{example.expectation}"), gr.State(example.prompt)) for example in EXAMPLES]
+    gr.HTML('<div class="specdec-frame"><div class="specdec" hidden></div></div>', elem_id="slim", apply_default_css=False)
     box = gr.Textbox(
         elem_id="box",
         show_label=False,
@@ -183,7 +185,7 @@ def _chat_column(
         audit = gr.Button("Audit the reply", size="sm", elem_id="audit")
     with gr.Accordion("Settings", open=False, elem_id="settings"), gr.Tabs(elem_id="settings-tabs"):
         with gr.Tab("Reply"):
-            settings = _setting_fields()
+            settings = _setting_fields(handlers)
         sections = []
         if handlers.keeper is not None and owned:
             with gr.Tab("Memory", visible=owner is None) as tab:
@@ -197,7 +199,12 @@ def _chat_column(
     return _ChatParts(chatbot, examples, box, meter, audit, settings, sections)
 
 
-def _setting_fields() -> list[Any]:
+def _own(handlers: ChatHandlers) -> dict[str, Any]:
+    """The switch for the model's own settings, which is there if it has any."""
+    return {"info": handlers.own_settings, "visible": bool(handlers.own_settings)}
+
+
+def _setting_fields(handlers: ChatHandlers) -> list[Any]:
     """The fields in the order of `Settings.read`."""
     default = Settings()
     with gr.Row():
@@ -205,20 +212,27 @@ def _setting_fields() -> list[Any]:
             ["tree", "linear", "plain"],
             value=default.decoding,
             label="Decoding",
-            info="three speeds; every token is the model's own choice",
+            info="All three give the model's own tokens, at different speeds.",
             elem_id="decoding",
         )
         budget = gr.Dropdown(
             ["auto", "4", "8", "12", "16", "24", "32", "48", "64"],
             value=str(default.budget),
             label="Node budget",
-            info="tokens drafted per pass; auto: what pays for itself",
+            info="Tokens drafted per pass. auto: as many as save time.",
             elem_id="budget",
         )
     with gr.Row():
-        temperature = gr.Number(default.temperature, step=0.1, label="Temperature", info="0: likeliest token", min_width=110)
-        top_p = gr.Number(default.top_p, step=0.05, label="Top-p", info="above temperature 0", min_width=110)
-        seed = gr.Number(default.seed, precision=0, label="Seed", info="same seed, same text", min_width=110)
+        temperature = gr.Number(
+            default.temperature,
+            step=0.1,
+            label="Temperature",
+            info="0: the likeliest token",
+            min_width=110,
+            elem_id="temperature",
+        )
+        top_p = gr.Number(default.top_p, step=0.05, label="Top-p", info="if temperature > 0", min_width=110)
+        seed = gr.Number(None, precision=0, label="Seed", info="empty: a new one each time", min_width=110, elem_id="seed")
         max_tokens = gr.Number(
             default.max_tokens,
             precision=0,
@@ -228,9 +242,10 @@ def _setting_fields() -> list[Any]:
             elem_id="max-tokens",
         )
     system_prompt = gr.Textbox(
-        label="System prompt", lines=2, max_lines=6, placeholder="What the model should know and how it should behave"
+        label="System prompt", lines=2, max_lines=6, placeholder="What the model should know, and how it should answer"
     )
-    return [decoding, budget, temperature, top_p, seed, max_tokens, system_prompt]
+    own = gr.Checkbox(default.own, label="Use the model's own settings as well", elem_id="own-settings", **_own(handlers))
+    return [decoding, budget, temperature, top_p, seed, max_tokens, system_prompt, own]
 
 
 def _wire(

@@ -52,17 +52,18 @@ _TEMPLATE = '<div class="specdec-frame"><div class="specdec-host">The live panel
 _ON_LOAD = """
 const host = element.querySelector('.specdec-host');
 const panel = new specdec.Panel(host, {
-    assets: props.assets, openTrace: (text) => server.open_trace(text), askAgain: () => trigger('select') });
+    assets: props.assets, openTrace: (text) => server.open_trace(text), askAgain: () => trigger('select'), slim: props.slim });
 host.panel = panel;
 watch('value', () => panel.receive(props.value));
 panel.receive(props.value);
 """
 
 
-def live_panel(elem_id: str = "specdec-panel", opening: Callable[[str], str] | None = None) -> gr.HTML:
+def live_panel(elem_id: str = "specdec-panel", opening: Callable[[str], str] | None = None, slim: str | None = None) -> gr.HTML:
     """The panel as a component; its value is a payload string.
 
-    ``opening`` stands in for `open_trace`, under the same name.
+    ``opening`` stands in for `open_trace`, under the same name. ``slim`` selects an element of class "specdec" elsewhere on the
+    page that shows the newest step in one line.
     """
     frontend.serve_assets()
     return gr.HTML(
@@ -74,6 +75,7 @@ def live_panel(elem_id: str = "specdec-panel", opening: Callable[[str], str] | N
         elem_id=elem_id,
         server_functions=[opening or open_trace],
         assets=frontend.addresses(),
+        slim=slim,
     )
 
 

@@ -1,4 +1,4 @@
-"""Ready-made prompts: some where a draft tree helps much, some where it cannot."""
+"""Ready-made prompts: for some a draft tree helps a lot, for others little."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ class Example:
 EXAMPLES = (
     Example(
         "Rewrite a paragraph",
-        "much is copied: trees shine",
+        "Much is copied: trees help most",
         f"Rewrite this paragraph, but change the ferry to a bus and keep everything else:\n\n{_PARAGRAPH}",
     ),
     Example(
         "Edit some code",
-        "much is copied: trees shine",
+        "Much is copied: trees help most",
         f"Rename the parameter `values` to `numbers` in this code and change nothing else:\n\n```python\n{_CODE}\n```",
     ),
     Example(
         "Make a list",
-        "a pattern repeats: trees help",
+        "A pattern repeats: trees help",
         "List the months of the year, one a line, each with the number of its days.",
     ),
     Example(
         "Translate",
-        "few words return: trees help less",
+        "Little repetition: trees help less",
         "Translate into French: Good morning, where is the train station, please? The train leaves in ten minutes.",
     ),
     Example(
         "Tell a story",
-        "nothing to copy: trees help least",
+        "Nothing to copy: trees help least",
         "Tell a short story about a lighthouse keeper who finds a letter.",
     ),
 )

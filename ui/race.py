@@ -22,9 +22,9 @@ watch('value', () => race.receive(props.value));
 race.receive(props.value);
 """
 _WHY = (
-    "The same prompt, decoded several ways **one after the other** on this device, each starting with the prompt already "
-    "read; then replayed side by side on one clock. Plain guesses nothing, linear one chain of tokens, tree several at once. "
-    "Guessing changes the time; every token stays the model's own choice."
+    "One prompt is decoded in several ways, **one after the other**, on this device. Then the runs are replayed side by side "
+    "on one clock, which starts when the prompt has been read. Plain drafts nothing, linear drafts one chain of tokens, tree "
+    "drafts several branches. Drafting changes the time, not the text: every token is the model's own choice."
 )
 
 

@@ -234,4 +234,6 @@ def figures(stats: Stats, settings: Settings) -> str:
     parts = [f"{stats.tokens} tok", f"{stats.tokens_per_second:.0f} tok/s"]
     if settings.decoding != "plain":
         parts += [f"{stats.tokens_per_pass:.1f} tokens/pass", f"{stats.speedup:.1f}x plain"]
+    if settings.temperature > 0:
+        parts.append(f"seed {settings.seed}")
     return " · ".join(parts)

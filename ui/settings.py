@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import secrets
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any
 
-from specdec.request import Budget, Decoding
+from transformers import PreTrainedModel
+
+from specdec.request import NEUTRAL, Budget, Decoding, acting_settings
 
 MAX_TOKENS = 4096
 """The most tokens one reply may be asked for."""
@@ -16,7 +20,10 @@ COLDEST = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The user's choices for one reply. ``temperature`` 0 is greedy; ``top_p`` and ``seed`` then have no effect."""
+    """The user's choices for one reply. ``temperature`` 0 is greedy; ``top_p`` and ``seed`` then have no effect.
+
+    ``own``: whether the settings of the model's generation config act for which the page has no field.
+    """
 
     decoding: Decoding = "tree"
     budget: Budget = "auto"
@@ -25,6 +32,7 @@ class Settings:
     seed: int = 0
     max_tokens: int = 512
     system_prompt: str = ""
+    own: bool = True
 
     @classmethod
     def read(
@@ -33,14 +41,16 @@ class Settings:
         budget: str | int,
         temperature: float,
         top_p: float,
-        seed: float,
+        seed: float | None,
         max_tokens: float,
         system_prompt: str,
+        own: bool = True,
     ) -> Settings:
         """Settings from the values of form fields or of a client's call.
 
-        Numbers are brought into range (a temperature too small to tell from 0 is 0), an empty field is as by default; a
-        decoding or budget that means nothing is left for the engine to refuse by name. Raises ValueError where it is no number.
+        Numbers are brought into range (a temperature too small to tell from 0 is 0). An empty field has its default value;
+        an empty seed is drawn at random. The engine refuses an unknown decoding or budget. Raises ValueError where a number
+        is expected and something else is given.
         """
         text, default = str(budget or "auto"), cls()
         warmth = _number("temperature", temperature, default.temperature, 0.0, math.inf)
@@ -49,16 +59,14 @@ class Settings:
             budget=int(text) if text.isdecimal() else text,  # type: ignore[arg-type]
             temperature=warmth if warmth >= COLDEST else 0.0,
             top_p=_number("top_p", top_p, default.top_p, 0.01, 1.0),
-            seed=int(_number("seed", seed, default.seed, -(2**63), 2**63 - 1)),
+            seed=int(_number("seed", seed, secrets.randbelow(2**31), -(2**63), 2**63 - 1)),
             max_tokens=int(_number("max_tokens", max_tokens, default.max_tokens, 1, MAX_TOKENS)),
             system_prompt=(system_prompt or "").strip(),
+            own=own,
         )
 
     def arguments(self) -> dict[str, Any]:
-        """The same as arguments of `SpeculativeEngine.stream`.
-
-        Whatever the model's generation config says about sampling, the page's fields are what counts.
-        """
+        """The same as arguments of `SpeculativeEngine.stream`; the page's fields override the model's generation config."""
         sampling: dict[str, bool | int | float] = {"do_sample": False, "repetition_penalty": 1.0}
         if self.temperature > 0:
             sampling |= {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
@@ -67,6 +75,7 @@ class Settings:
             "budget": self.budget,
             "max_new_tokens": self.max_tokens,
             "seed": self.seed,
+            **({} if self.own else NEUTRAL),
             **sampling,
         }
 
@@ -79,6 +88,12 @@ class Settings:
         if self.temperature > 0:
             facts |= {"top_p": self.top_p, "seed": self.seed}
         return facts
+
+
+def own_settings(model: PreTrainedModel) -> str:
+    """The settings of the model's generation config that act on sampled replies though the page has no field for them."""
+    acting = acting_settings(model, **Settings(temperature=1.0).arguments())
+    return ", ".join(f"{name} {shorten(str(value), 60, placeholder=' …')}" for name, value in acting.items())
 
 
 def _number(name: str, value: Any, default: float, least: float, most: float) -> float:

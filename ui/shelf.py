@@ -1,4 +1,6 @@
-"""The shelf: saved chats, kept by the browser. The server remembers the latest, too, until it ends (`ui.chats.Tabs`).
+"""The list of saved chats in the side bar.
+
+The browser keeps the chats. The server also remembers the latest ones until it ends (`ui.chats.Tabs`).
 
 Each chat is an entry of its own in the browser's storage, so two tabs never overwrite each other's, and everything but
 opening one (list, rename, delete, export) happens in the page (``assets/shelf.js``). The component's value is what Python

@@ -8,6 +8,7 @@
   const LIVE_EVERY = 1;
   const SHARE = 25; // a chart waits this many times as long as it took to draw
   const MOST_POINTS = 400;
+  const FEWEST_POINTS = 3;
   const CONFIG = { responsive: true, displaylogo: false, showSendToCloud: false, displayModeBar: false };
 
   /** At most MOST_POINTS records, evenly spread and ending with the last: what a line needs, however long the reply. */
@@ -82,7 +83,7 @@
     ];
     const expected = figure(history, "expected_tokens_per_pass");
     if (expected.at(-1) != null)
-      data.push(line(x, expected, colour.muted, "the draft's forecast", { dash: "dot", width: 1.4 }));
+      data.push(line(x, expected, colour.muted, "forecast", { dash: "dot", width: 1.4 }));
     return {
       data,
       layout: { yaxis: { rangemode: "tozero", nticks: 5 } },
@@ -171,22 +172,22 @@
   const CHARTS = [
     {
       title: "Running speedup",
-      note: "against a plain pass {measured}; dotted: the draft's own forecast",
+      note: "against plain decoding, {measured}; dotted: forecast",
       axis: "step",
       build: speedup,
       headline: ({ speedup }) => `${words.number(speedup)}×`,
-      wide: true,
+      leads: true,
       marked: true,
     },
     {
       title: "Accepted lengths",
-      note: "how far the target went along",
-      axis: "drafted tokens accepted in a pass",
+      note: "how many drafted tokens each pass accepted",
+      axis: "accepted tokens per pass",
       build: acceptedLengths,
     },
     {
       title: "Tokens per pass",
-      note: "each pass, the mean so far; dotted: the draft's own forecast",
+      note: "each pass, and the mean so far; dotted: forecast",
       axis: "step",
       build: tokensPerPass,
       headline: ({ tokens_per_pass }) => words.number(tokens_per_pass),
@@ -195,19 +196,18 @@
     },
     {
       title: "Acceptance by depth",
-      note: "of the tokens drafted at each depth, the share accepted",
+      note: "the share of tokens accepted at each depth",
       axis: "depth in the tree",
       build: byDepth,
     },
-    { title: "Tokens drafted", note: "budget chosen for each pass", axis: "step", build: budget, wide: true, marked: true },
-    { title: "Acceptance by source", note: "where good guesses come from", axis: "", build: bySource },
+    { title: "Tokens drafted", note: "the size of each pass's tree", axis: "step", build: budget, wide: true, marked: true },
+    { title: "Acceptance by source", note: "the share of tokens accepted from each source", axis: "", build: bySource },
   ];
 
   function layoutOf(built, colour, run) {
     const axis = { gridcolor: colour.line, zeroline: false, linecolor: colour.line, tickfont: { size: 11 } };
     const { xaxis = {}, yaxis, margin, ...rest } = built;
     return {
-      height: 160,
       autosize: true,
       showlegend: false,
       paper_bgcolor: "rgba(0,0,0,0)",
@@ -223,13 +223,15 @@
   }
 
   class Charts {
-    /** `plotlyUrl`: where to load Plotly from when the page has not got it yet; `onWork` is called when a chart waits. */
-    constructor(host, plotlyUrl, counters, onWork) {
-      this.host = host;
+    /**
+     * `hosts`: `summary` takes the leading chart, `more` the others. `plotlyUrl`: where to load Plotly from when the page has
+     * not got it yet; `onWork` is called when a chart waits.
+     */
+    constructor(hosts, plotlyUrl, counters, onWork) {
       this.counters = counters;
       this.history = null;
       this.position = -1;
-      this.charts = CHARTS.map((chart) => this.#card(host, chart));
+      this.charts = CHARTS.map((chart) => this.#card(chart.leads ? hosts.summary : hosts.more, chart));
       this.sight = new IntersectionObserver(
         (entries) => {
           for (const { target, isIntersecting } of entries)
@@ -274,13 +276,22 @@
 
     show(history, position, live) {
       if (history !== this.history)
-        for (const { note, noteLine } of this.charts) noteLine.textContent = note.replace("{measured}", history.measured);
+        for (const chart of this.charts) {
+          chart.noteLine.textContent = chart.note.replace("{measured}", history.measured);
+          chart.due = 0;
+        }
       this.history = history;
       this.position = position;
       this.live = live;
-      this.host.classList.toggle("blank", !history.length); // what they showed before is not of this reply
+      for (const chart of this.charts) this.#hideOthers(chart);
       const record = history.records[position];
       if (record) for (const chart of this.charts) this.#head(chart, record);
+    }
+
+    /** What a chart showed before is not of this reply. */
+    #hideOthers({ plot, value, drawn }) {
+      plot.classList.toggle("blank", !this.history.length || !drawn?.startsWith(`${this.history.run} `));
+      value.classList.toggle("blank", !this.history.length);
     }
 
     /** The figure above a chart: of the step looked at. */
@@ -301,6 +312,7 @@
 
     #next(now = Infinity) {
       if (!this.history?.length) return undefined;
+      if (this.live && this.history.length < FEWEST_POINTS) return undefined; // no line yet
       const wanted = (chart) => chart.inSight || (chart.drawn === null && !this.live);
       return this.charts.find((chart) => wanted(chart) && now >= chart.due && chart.drawn !== this.#state(chart));
     }
@@ -325,6 +337,7 @@
       if (this.#isMarked(chart)) layout.shapes = [this.#marker(colour)];
       Plotly.react(chart.plot, data, layoutOf(layout, colour, this.history.run), CONFIG);
       chart.drawn = this.#state(chart);
+      this.#hideOthers(chart);
       this.counters.charts++;
       this.counters.chartMs = performance.now() - started;
       chart.due = now + Math.max(this.live ? LIVE_EVERY : EVERY, (SHARE * this.counters.chartMs) / 1000);

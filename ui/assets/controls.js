@@ -43,9 +43,9 @@
 
   const BEAT_WORDS = {
     grow: "Candidates grow from the last token, best guess first.",
-    verify: "One pass of the target, the model you chat with, scores all of them.",
-    prune: "What the target would not have said itself is dropped.",
-    commit: "The path becomes text; the target's own token is the next root.",
+    verify: "One pass of the target (the model you chat with) scores all of them.",
+    prune: "Candidates that the target would not have chosen are dropped.",
+    commit: "The accepted path becomes text. The target's own token is the next root.",
     settled: "The target is the model you chat with.",
   };
 
@@ -92,12 +92,12 @@
       );
     const box = (kind) => element("i", { class: `key ${kind}` });
     const entries = [
-      [box, "accepted", "drafted, and the target agreed: the reply goes this way."],
-      [box, "rejected", "drafted in vain. Cheap, not free: it rides along in a pass that is made anyway, and widens it a little."],
-      [mark, "bonus", "the target's own next word after a fully accepted draft: free."],
-      [mark, "recovered", "the target's own word where the guess was wrong."],
-      [mark, "plain", "the target's own word where nothing was drafted."],
-      [box, "target probability", "the bar under a draft: how likely the target finds it after the words before it in its branch."],
+      [box, "accepted", "Drafted, and the target chose the same token. It is part of the reply."],
+      [box, "rejected", "Drafted, but the target chose another token. It costs little, because the pass is needed anyway."],
+      [mark, "bonus", "The target's own next token after a fully accepted draft. It costs no extra pass."],
+      [mark, "recovered", "The target's own token where the draft was wrong."],
+      [mark, "plain", "The target's own token where nothing was drafted."],
+      [box, "probability", "The bar under a drafted token: the target's probability for it after the tokens before it."],
     ];
     const signed = ([sign, name]) => element("span", {}, sign(name), name);
     return dismissable(
@@ -114,13 +114,14 @@
     );
   }
 
-  /** [key, words under it, how a record's figures show it]. Every figure is computed by the server. */
+  /** [words beside it, the figure, more about it], each from a record's figures. Every figure is computed by the server. */
   const FIGURES = [
     ["tokens per pass", (f) => words.number(f.tokens_per_pass)],
     [
       "plain speed",
       (f) => `${words.number(f.speedup)}×`,
-      (f, measured) => `${f.speedup < 0.995 ? "slower, " : ""}${measured}: a pass costs ${words.number(f.pass_cost)} plain ones`,
+      (f, measured) =>
+        `${f.speedup < 0.995 ? "slower, " : ""}${measured}: one pass takes as long as ${words.number(f.pass_cost)} plain passes`,
     ],
     ["tokens per second", (f) => words.number(f.tokens_per_second, f.tokens_per_second < 100 ? 1 : 0)],
     [
@@ -135,25 +136,23 @@
     ],
   ];
   const WHY_LOW =
-    "Branches are alternatives: at most one child of each node can win, so most drafted tokens lose by design, and everything " +
-    "drafted after a wrong guess is lost with it. They ride along in a pass that is made anyway, and widen it. " +
-    "What makes a reply faster is tokens per pass, divided by what such a pass costs; not the share accepted.";
+    "Branches are alternatives. At most one child of each node can be accepted, so most drafted tokens of a tree are rejected by " +
+    "design, and all that follow a wrong guess are rejected with it. They cost little, because the pass is needed anyway. " +
+    "What makes a reply faster is tokens per pass, divided by what such a pass costs, and not the share accepted.";
 
   class Figures {
     constructor(host) {
       this.host = host;
-      this.cells = FIGURES.map(([name, , small]) => {
+      this.cells = FIGURES.map(([name]) => {
         const value = element("strong", {}, "–");
-        const note = small ? element("span", { class: "note" }) : element("span", { class: "note upto" }, "up to this step");
-        return {
-          value,
-          note,
-          cell: element("div", { class: "figure" }, value, element("span", { class: "name" }, name), note),
-        };
+        const note = element("span", { class: "note" });
+        const told = element("span", { class: "told" }, element("span", { class: "name" }, name), note);
+        return { value, note, told, cell: element("div", { class: "figure" }, value, told) };
       });
       const why = element("details", {}, element("summary", {}, "why so few?"), element("p", { class: "help-box" }, WHY_LOW));
-      this.cells.at(-1).cell.append(dismissable(why));
-      host.append(...this.cells.map(({ cell }) => cell));
+      this.cells.at(-1).told.append(dismissable(why));
+      const head = element("header", {}, element("h3", {}, "This reply"), element("span", { class: "note upto" }, "up to this step"));
+      host.append(head, ...this.cells.map(({ cell }) => cell));
     }
 
     /** `measured`: where the record's times were taken. */

@@ -10,13 +10,26 @@
   window.requestAnimationFrame = (callback) =>
     countsSeconds(callback) ? setTimeout(() => callback(performance.now()), 250) : nextFrame(callback);
 
+  // Keys that belong to an input method (Enter and Escape choose among its suggestions) reach no handler of this page.
+  const leaveToInputMethod = (event) => (event.isComposing || event.keyCode === 229) && event.stopImmediatePropagation();
+  for (const type of ["keydown", "keypress", "keyup"]) addEventListener(type, leaveToInputMethod, true);
+
+  // What is copied is the text itself: without the word joiners that keep it inert, and without our lines below it.
+  // A message that was typed has character references in it (see ui/inert.py).
+  const typed = (_, text) => text.replace(/&#(\d+);/g, (reference, code) => String.fromCharCode(code));
+  const disarmed = (text) => text.replace(/(^|<|!|(?:```|~~~)[ \t]*)\u2060/g, "$1").replace(/\s*\u2063[^\u2063]*\u2063/g, "");
+  const itself = (text) => disarmed(text).replace(/\u2064([^\u2064]*)\u2064/g, typed);
+
+  // What is selected is copied as it is seen, without what is invisible in it; in a field it is the text itself.
+  const seen = (text) => text.replace(/[\u2060\u2063\u2064]/g, "");
+
   function typing(target) {
     return target.closest?.("input, textarea, select, [contenteditable]");
   }
 
-  /** Whether Escape closes something else: a menu, details, a list of choices, an input method's suggestions. */
+  /** Whether Escape closes something else: a menu, details, a list of choices. */
   function isTaken(event) {
-    return event.defaultPrevented || event.isComposing || event.target.closest?.("select, [role=combobox]");
+    return event.defaultPrevented || event.target.closest?.("select, [role=combobox]");
   }
 
   /** The one of these that is in sight: of the chat, or of Compare. */
@@ -66,6 +79,70 @@
   function begin() {
     new MutationObserver(applyTheme).observe(document.body, { attributeFilter: ["class"] });
     applyTheme();
+    const outsidePanel = ({ target }) => !target.closest?.(".specdec");
+    new MutationObserver((changes) => changes.some(outsidePanel) && attend()).observe(document.body, {
+      childList: true,
+      subtree: true,
+    });
+    attend();
+  }
+
+  /** What Gradio draws, brought into the form that this page wants. */
+  function attend() {
+    // Text runs in its own direction. The first letter decides, so that a line stays where it began.
+    for (const text of document.querySelectorAll("#chatbot [dir=ltr], textarea[dir=ltr], input[dir=ltr]")) text.dir = "auto";
+    for (const code of document.querySelectorAll("#chatbot :is(pre, code):not([translate])")) code.translate = false;
+    for (const field of document.querySelectorAll("#chatbot textarea")) editAsTyped(field);
+    nameRetry();
+    follow();
+  }
+
+  /** The field in which a message is edited holds the text itself. */
+  function editAsTyped(field) {
+    if (field.value === itself(field.value)) return;
+    field.value = itself(field.value);
+    field.dispatchEvent(new Event("input", { bubbles: true }));
+  }
+
+  /** The Retry button says why its text must come out the same. Closed settings are not in the page: what is set is kept here. */
+  const chosen = { temperature: "0", seed: "" }; // as in ui/settings.py
+  function nameRetry() {
+    const greedy = !(Number(chosen.temperature) > 0);
+    const why = greedy ? "the temperature is 0" : chosen.seed !== "" ? "the seed is set" : "";
+    const name = why ? `Retry (gives the same text: ${why})` : "Retry";
+    for (const button of document.querySelectorAll("#chatbot button[title^=Retry]")) {
+      if (button.title === name) continue;
+      button.title = name;
+      button.setAttribute("aria-label", name);
+    }
+  }
+  addEventListener("input", ({ target }) => {
+    const field = target.closest?.("#temperature, #seed");
+    if (!field) return;
+    chosen[field.id] = target.value;
+    nameRetry();
+  });
+
+  // While a reply is written the chat is busy, and a browser's translation leaves the reply alone. Once it is done, it is announced.
+  const said = Object.assign(document.createElement("p"), { id: "said", ariaLive: "polite", translate: false });
+  const messagesOf = (row) => [...(row?.querySelectorAll("[data-testid=bot]") ?? [])].map((part) => part.innerText).join("\n");
+  let asked = null;
+  function follow() {
+    const log = document.querySelector("#chatbot [role=log]");
+    if (!log) return;
+    if (!said.isConnected) document.body.append(said);
+    const last = (selector) => [...log.querySelectorAll(selector)].at(-1);
+    const question = last(".user-row")?.innerText;
+    const writing = Boolean(document.querySelector("#box .stop-button"));
+    const was = log.ariaBusy === "true";
+    log.ariaLive = "off";
+    if (log.ariaBusy !== String(writing)) log.ariaBusy = String(writing);
+    for (const row of log.querySelectorAll(".bot-row")) {
+      const translate = !writing || row !== last(".bot-row");
+      if (row.translate !== translate) row.translate = translate;
+    }
+    if (writing) [asked, said.textContent] = [question, ""];
+    else if (was && question === asked) said.textContent = seen(messagesOf(last(".bot-row")));
   }
 
   if (document.body) begin();
@@ -81,22 +158,18 @@
     true,
   );
 
-  // What is copied is the text itself: without the word joiners that keep it inert, and without our lines below it.
-  const itself = (text) => text.replace(/(^|<|!|(?:```|~~~)[ \t]*)\u2060/g, "$1").replace(/\s*\u2063[^\u2063]*\u2063/g, "");
   const clipboard = navigator.clipboard;
   if (clipboard) {
     const write = clipboard.writeText.bind(clipboard);
     clipboard.writeText = (text) => write(itself(text));
   }
 
-  // What is selected is copied as it is seen, without what is invisible in it; in a field it is the text itself.
-  const seen = (text) => text.replace(/[\u2060\u2063]/g, "");
   addEventListener("copy", (event) => {
     const { target, clipboardData } = event;
     const selection = getSelection();
     const field = "selectionStart" in target;
     const text = field ? target.value.slice(target.selectionStart, target.selectionEnd) : String(selection);
-    if (!/[\u2060\u2063]/.test(text)) return;
+    if (!/[\u2060\u2063\u2064]/.test(text)) return;
     clipboardData.setData("text/plain", field ? itself(text) : seen(text));
     if (!field) {
       const copy = document.createElement("div");

@@ -42,24 +42,27 @@
 
     /**
      * `assets`: addresses of style, scripts, page template, Plotly and the recorded example; `openTrace(text)`: checks a trace;
-     * `askAgain()`: has the whole of the ended reply sent.
+     * `askAgain()`: has the whole of the ended reply sent. `slim`: selects the element, if the page has one, that shows the
+     * newest step in one line.
      */
-    constructor(host, { assets = {}, openTrace = null, askAgain = null } = {}) {
+    constructor(host, { assets = {}, openTrace = null, askAgain = null, slim = null } = {}) {
       this.host = host;
       this.assets = assets;
       this.openTrace = openTrace;
       this.askAgain = askAgain;
+      this.slimPlace = slim;
       this.feed = new specdec.Feed();
       this.history = new specdec.History();
       this.playback = new specdec.Playback(this.history);
       host.replaceChildren();
       host.classList.add("specdec");
+      host.translate = false;
       this.#buildTreeCard();
+      const summary = host.appendChild(element("div", { class: "charts summary" })); // in sight without scrolling
+      this.figures = new controls.Figures(summary.appendChild(element("section", { class: "card figures" })));
       this.#buildStripCard();
-      this.#buildFigures();
-      this.charts = new specdec.Charts(host.appendChild(element("div", { class: "charts" })), assets.plotly, counters, () =>
-        this.schedule(),
-      );
+      const more = host.appendChild(element("div", { class: "charts" }));
+      this.charts = new specdec.Charts({ summary, more }, assets.plotly, counters, () => this.schedule());
       this.spoken = host.appendChild(element("p", { class: "spoken", "aria-live": "polite" }));
       host.addEventListener("keydown", (event) => this.#key(event));
       document.addEventListener("keydown", (event) => {
@@ -141,12 +144,6 @@
       const card = element("section", { class: "card strip-card" });
       this.host.append(card);
       this.strip = new specdec.Strip(card, (position) => this.#do(() => this.playback.goTo(position)));
-    }
-
-    #buildFigures() {
-      const card = element("section", { class: "card figures" });
-      this.host.append(card);
-      this.figures = new controls.Figures(card);
     }
 
     #menuEntries() {
@@ -366,6 +363,7 @@
       const { position, beat } = playback;
       const record = history.records[position];
       this.#drawState();
+      this.#drawSlim();
       this.beats.show(record ? beat : "settled");
       controls.setIcon(
         this.playButton,
@@ -389,6 +387,14 @@
       );
       this.figures.show(record, history.measured);
       this.#speak(record);
+    }
+
+    #drawSlim() {
+      const place = this.slimPlace && document.querySelector(this.slimPlace);
+      if (!place) return;
+      if (this.slim?.host !== place) this.slim = new specdec.Slim(place);
+      if (this.slim.link.onclick === null) this.slim.link.onclick = () => this.host.scrollIntoView();
+      this.slim.show(this.feed.live?.last, this.#isRunning);
     }
 
     #drawEmpty() {

@@ -86,6 +86,7 @@
 
     constructor(host) {
       this.host = host;
+      host.translate = false;
       this.result = element("div", { class: "race-result", role: "status" });
       this.count = element("p", { class: "note", "aria-hidden": "true" });
       this.done = element("progress", { "aria-label": "comparison" });
@@ -96,12 +97,12 @@
         if (!this.#run) this.play(0);
       };
       this.clock = element("span", { class: "race-clock" });
-      const why = element("span", { class: "note" }, "a replay of runs made one after the other");
+      const why = element("span", { class: "note" }, "This is a replay. The runs were made one after the other.");
       this.controls = element("div", { class: "race-controls" }, this.playButton, this.speed, this.clock, why);
       this.track = element("div", { class: "lanes" });
       const head = element("div", { class: "race-head" }, this.result, this.count, this.done);
       host.append(head, this.controls, this.track);
-      this.say("Nothing compared yet. Pick a prompt and run it.");
+      this.say("Choose a prompt and press Run the comparison.");
     }
 
     receive(value) {
@@ -156,17 +157,21 @@
       const name = best.decoding[0].toUpperCase() + best.decoding.slice(1);
       const text =
         best === base
-          ? `On this prompt, ${base.decoding} was the fastest: drafting did not pay here.`
+          ? `${base.decoding === "plain" ? "Plain decoding" : name} was the fastest: drafting saved no time on this prompt.`
           : `${name} was ${(rate(best) / rate(base)).toFixed(2)} times as fast as ${base.decoding}, measured here.`;
       return element("h3", { class: "race-headline" }, text);
     }
 
     badge({ same, tokens, lanes, apart }) {
-      const those = (names) => (names.length > 1 ? `${names.join(" and ")}, which agree,` : names[0]);
-      const parting = (group) =>
-        `${those(group.lanes)} ${group.lanes.length > 1 ? "part" : "parts"} from ${those(lanes)} at token ${group.position + 1}, ` +
-        `where the target's first two choices were ${group.margin.toFixed(4)} logits apart (${group.why})`;
-      const text = same ? `✓ identical: all ${tokens} tokens` : `≠ ${apart.map(parting).join("; ")}`;
+      const named = (names) => names.join(" and ").replace(/^./, (first) => first.toUpperCase());
+      const agreeing = (names) => (names.length > 1 ? `${named(names)} give the same text. ` : "");
+      const differing = (group) =>
+        `${agreeing(group.lanes)}${group.lanes.length > 1 ? "They differ" : `${named(group.lanes)} differs`} from ` +
+        `${lanes.join(" and ")} from token ${group.position + 1} on. There the target's first two choices were ` +
+        `${group.margin.toFixed(4)} logits apart (${group.why}).`;
+      const text = same
+        ? `✓ All lanes give the same text: ${tokens} tokens.`
+        : `≠ ${agreeing(lanes)}${apart.map(differing).join(" ")}`;
       return element("p", { class: `race-badge ${same ? "same" : "differs"}` }, text);
     }
 

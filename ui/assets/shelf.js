@@ -5,7 +5,7 @@
   const PREFIX = "token-tree-chat:";
   const CURRENT = "token-tree-chat-current";
   const MOST = 100;
-  const EMPTY = "Chats are saved in this browser. The app remembers the latest ones until it ends.";
+  const EMPTY = "Your chats are saved in this browser. The app also keeps the latest ones until you close it.";
 
   class Shelf {
     constructor(host, trigger) {
@@ -13,6 +13,7 @@
       this.trigger = trigger;
       addEventListener("storage", () => this.draw());
       addEventListener("pagehide", keepUnfinished);
+      this.list.translate = false;
       this.draw();
       const record = read(sessionStorage.getItem(CURRENT));
       if (record) trigger("select", record);
@@ -99,7 +100,7 @@
     }
 
     rename(record, row) {
-      const field = make("input", { className: "rename", value: record.title, maxLength: 120 });
+      const field = make("input", { className: "rename", value: record.title, maxLength: 120, dir: "auto" });
       field.setAttribute("aria-label", "new name");
       const done = (save) => {
         field.onblur = null;

@@ -4,7 +4,7 @@
   const specdec = (window.specdec ??= {});
   const { words } = specdec;
   const LONGEST_LINE = 160;
-  const FADE = 20; // as high as in the stylesheet
+  const FADE = 10; // as high as in the stylesheet
 
   class Strip {
     #history = null;
@@ -21,7 +21,8 @@
       const marks = Object.entries(words.KIND_WORDS).map(([kind, meaning]) =>
         words.element("span", { class: `token ${kind}`, title: meaning }, meaning.split(":")[0]),
       );
-      host.append(this.box, words.element("p", { class: "legend" }, ...marks));
+      const legend = words.element("p", { class: "legend" }, ...marks);
+      host.append(words.element("header", {}, words.element("h3", {}, "Where each token came from"), legend), this.box);
       this.box.addEventListener("pointerover", ({ target: token }) => {
         if (token.matches(".token")) token.title = this.#describe(token);
       });
@@ -61,7 +62,7 @@
 
     #append({ text, meaning, kind, step }) {
       if (!this.#line || this.#line.childElementCount >= LONGEST_LINE) {
-        this.#line = words.element("div", { class: "line" });
+        this.#line = words.element("div", { class: "line", dir: "auto" });
         this.box.append(this.#line);
       }
       const span = words.element("span", { class: `token ${kind} ${meaning ? "special" : ""}`, "data-step": step });
@@ -117,7 +118,7 @@
       if (!edge) return;
       const { top, bottom } = edge;
       const box = this.box.getBoundingClientRect();
-      if (top < box.top || bottom > box.bottom - FADE) this.box.scrollTop += top - box.top - box.height * 0.6;
+      if (top < box.top || bottom > box.bottom - FADE) this.box.scrollTop += top - box.top - (box.height - FADE - (bottom - top)) * 0.7;
     }
   }
 

@@ -14,6 +14,7 @@
   const SMALLEST = 0.8; // the scale at which a reply's deepest tree goes on below
   const DEPTHS = 4; // by which the room for a reply's trees grows, so that its columns seldom move
   const LONGEST_LABEL = 110;
+  const SMALLEST_ROWS = 0.85; // the scale down to which rows that do not fit the room are drawn smaller
   const LABEL_FONT = "12.5px ui-monospace, 'SF Mono', SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
 
   const heightOf = (rows) => FIRST_ROW + rows * ROW - 8;
@@ -60,30 +61,45 @@
     #record = null;
     #expanded = false;
     #deepest = 1;
-    #tallest = 0;
+    #tall = 0; // pixels
+    #room = 0;
+    #most;
 
-    /** `rows`: how many rows are drawn before "+n more"; `describe`: whether nodes show details on hover and focus. */
+    /**
+     * `rows`: how many rows are drawn before "+n more", unless the style gives the host a `min-height`: then as many as fit in
+     * there. `describe`: whether nodes show details on hover and focus.
+     */
     constructor(host, { rows = 9, describe = true } = {}) {
-      this.rows = rows;
+      this.#most = rows;
       this.host = host;
       host.classList.add("specdec-tree");
       this.branches = svg("g", { class: "branches" });
       this.path = svg("g", { class: "path" });
       this.group = svg("g", {}, this.branches, this.path);
       this.svg = svg("svg", { class: "tree", role: "group", "aria-label": "Token tree of this step" }, this.group);
-      this.#setHeight(rows);
       this.zoom = new Zoom(this.svg, this.group);
       host.append(this.svg);
       this.details = describe ? new specdec.NodeDetails(this) : null;
       this.svg.addEventListener("click", (event) => event.target.closest(".more") && this.toggleMore());
-      this.width = host.clientWidth;
+      this.#measure();
+      this.#setHeight(this.#room);
       new ResizeObserver(() => this.#resized()).observe(host);
+      window.addEventListener("resize", () => this.#resized()); // the room may depend on the window's height alone
     }
 
-    #setHeight(rows) {
-      if (rows === this.#tallest) return;
-      this.#tallest = rows;
-      this.svg.setAttribute("height", heightOf(rows));
+    /** How much room there is: `rows` rows in `#room` pixels. */
+    #measure() {
+      this.width = this.host.clientWidth;
+      const room = parseFloat(getComputedStyle(this.host).minHeight);
+      const fit = (scale) => Math.floor((room / scale - heightOf(0)) / ROW);
+      this.rows = room ? Math.max(fit(1), Math.min(this.#most, fit(SMALLEST_ROWS))) : this.#most;
+      this.#room = room || heightOf(this.rows);
+    }
+
+    #setHeight(pixels) {
+      if (pixels === this.#tall) return;
+      this.#tall = pixels;
+      this.svg.setAttribute("height", pixels);
     }
 
     get record() {
@@ -111,9 +127,12 @@
     }
 
     #resized() {
-      if (this.width === this.host.clientWidth) return;
-      this.width = this.host.clientWidth;
+      const { width } = this;
+      const room = this.#room;
+      this.#measure();
+      if (width === this.width && room === this.#room) return;
       if (this.#record) this.#draw();
+      else this.#setHeight(this.#room);
     }
 
     clear() {
@@ -137,7 +156,7 @@
       const layout = (this.#layout = layoutTree(record, this.#expanded ? Infinity : this.rows, columns));
       const rows = layout.rowCount + (this.#expanded ? 1 : 0); // the last for "show fewer"
       // As high as the tallest tree since it was expanded: what stands below does not jump from step to step.
-      this.#setHeight(this.#expanded ? Math.max(this.#tallest, rows) : this.#leastRows(columns));
+      this.#setHeight(this.#expanded ? Math.max(this.#tall, heightOf(rows)) : this.#leastHeight(columns));
       const end = MARGIN + columns * pitch;
       const roomAt = (column, endsRow) => (endsRow && column < columns - 1 ? LONGEST_LABEL : pitch - GAP - 14);
       const meaningOf = (id) => words.meaningOf(record, id);
@@ -162,7 +181,9 @@
 
       this.branches.replaceChildren(...rejected.edges, ...rejected.nodes);
       this.path.replaceChildren(...kept.edges, ...kept.nodes);
-      this.zoom.setContent({ room: this.width, width: end + MARGIN, height: heightOf(rows), tall: heightOf(this.#tallest) });
+      const height = heightOf(rows);
+      const whole = Math.max(height, heightOf(this.rows)); // every step of a reply in one scale
+      this.zoom.setContent({ room: this.width, width: end + MARGIN, height, whole, tall: this.#tall });
       const said = own === "target";
       this.svg.style.setProperty("--slide-x", `${said ? MARGIN - target.x : 0}px`);
       this.svg.style.setProperty("--slide-y", `${said ? FIRST_ROW - target.y : 0}px`);
@@ -178,10 +199,10 @@
       return { columns, pitch: Math.max(NARROWEST, Math.min(WIDEST, (this.width - 2 * MARGIN) / columns)) };
     }
 
-    /** The rows that are in sight: `rows`, or more where the reply's deepest tree, all accepted, would not fit in there. */
-    #leastRows(columns) {
+    /** The height that is in sight: the room, or more where the reply's deepest tree, all accepted, would not fit in there. */
+    #leastHeight(columns) {
       const deepest = Math.floor(this.#deepest / columns) + 2; // with "+n more"
-      return Math.max(this.rows, Math.ceil(Zoom.smallest * deepest));
+      return Math.max(this.#room, heightOf(Math.ceil(Zoom.smallest * deepest)));
     }
 
     /** From node to node; where a line goes on below, on to the `end` of this row and from the start of that. */

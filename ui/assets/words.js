@@ -85,7 +85,7 @@
     const accepted = acceptedCount(record);
     const start = `Drafted ${counted(drafted, "token")} in ${counted(branchCount(record.tree), "branch", "branches")}; the target `;
     if (accepted === 0) {
-      return [[start + "agreed with none and chose ", null], [String(emitted), "target"], [" itself: ", null], ...gave];
+      return [[start + "agreed with none and added ", null], [String(emitted), "target"], [": ", null], ...gave];
     }
     if (emitted === accepted) {
       const ends = end ? ": " : " and the reply ends here: ";

@@ -12,7 +12,7 @@
     constructor(svg, group) {
       this.svg = svg;
       this.group = group;
-      this.content = { room: 1, width: 1, height: 1, tall: 1 };
+      this.content = { room: 1, width: 1, height: 1, whole: 1, tall: 1 };
       this.reset();
       svg.addEventListener("pointerdown", (event) => this.#grab(event));
       svg.addEventListener("pointermove", (event) => this.#move(event));
@@ -27,7 +27,7 @@
       this.view = { scale: 1, x: 0, y: 0 };
     }
 
-    /** What is drawn: how wide and high it is, and how much `room` there is and how `tall`. */
+    /** What is drawn: how wide and high it is, how high the `whole` that is to fit, and how much `room` there is and how `tall`. */
     setContent(content) {
       this.content = content;
       if (!this.user) this.#fitView();
@@ -41,8 +41,8 @@
     }
 
     #fitView() {
-      const { room, width, height, tall } = this.content;
-      this.view = { scale: clamp(Math.min(room / width, tall / height), Zoom.smallest, 1), x: 0, y: 0 };
+      const { room, width, whole, tall } = this.content;
+      this.view = { scale: clamp(Math.min(room / width, tall / whole), Zoom.smallest, 1), x: 0, y: 0 };
     }
 
     by(factor, x = this.svg.clientWidth / 2, y = this.svg.clientHeight / 2) {

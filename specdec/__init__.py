@@ -10,8 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from specdec.conversation import Conversation, ConversationBusyError
     from specdec.draw import to_networkx, tree_figure
-    from specdec.engine import Conversation, ConversationBusyError, SpeculativeEngine
+    from specdec.engine import SpeculativeEngine
     from specdec.errors import LoadError, MemoryFullError, NotANumberError, PromptError
     from specdec.request import RequestError
     from specdec.step import Step
@@ -33,8 +34,9 @@ __all__ = [
 ]
 
 _HOMES = {
+    "conversation": ("Conversation", "ConversationBusyError"),
     "draw": ("to_networkx", "tree_figure"),
-    "engine": ("Conversation", "ConversationBusyError", "SpeculativeEngine"),
+    "engine": ("SpeculativeEngine",),
     "errors": ("LoadError", "MemoryFullError", "NotANumberError", "PromptError"),
     "request": ("RequestError",),
     "step": ("Step",),

@@ -109,7 +109,7 @@ def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
     return Prompt(kept.token_ids, trimmed, _common(template, system, kept.token_ids), template.ends, kept.opened)
 
 
-def _common(template: ChatTemplate, system: list[Message], token_ids: tuple[int, ...]) -> int:
+def _common(template: ChatTemplate, system: Sequence[Message], token_ids: tuple[int, ...]) -> int:
     """How many of ``token_ids`` come before anything that the user says: what other questions to the same system begin with."""
     probes = [template.render([*system, {"role": "user", "content": letter}]).token_ids for letter in "ab"]
     return min(common_length(np.array(token_ids), np.array(probe)) for probe in probes)

@@ -71,8 +71,8 @@ def test_whatever_the_text_nothing_in_it_is_active_and_the_original_comes_back(t
     assert original(inert(text)) == text
 
 
-@given(st.lists(st.sampled_from([*PIECES, "&", "&#42;", "*", "_", "#", "\u2064", "\u2063", "é"])).map("".join))
+@given(st.lists(st.sampled_from([*PIECES, "&", "&#42;", "*", "_", "#", "\u2063", "é"])).map("".join))
 def test_nothing_that_was_typed_has_a_meaning_in_markdown_and_the_original_comes_back(text: str) -> None:
-    assert re.fullmatch(r"\u2064(?:[\w]|&#\d+;)*\u2064", as_typed(text))
+    assert re.fullmatch(r"(?:\w|&#0\d{4};)*", as_typed(text))
     assert "_" not in as_typed(text)
     assert original(as_typed(text)) == text

@@ -16,12 +16,11 @@
 
   // What is copied is the text itself: without the word joiners that keep it inert, and without our lines below it.
   // A message that was typed has character references in it (see ui/inert.py).
-  const typed = (_, text) => text.replace(/&#(\d+);/g, (reference, code) => String.fromCharCode(code));
   const disarmed = (text) => text.replace(/(^|<|!|(?:```|~~~)[ \t]*)\u2060/g, "$1").replace(/\s*\u2063[^\u2063]*\u2063/g, "");
-  const itself = (text) => disarmed(text).replace(/\u2064([^\u2064]*)\u2064/g, typed);
+  const itself = (text) => disarmed(text).replace(/&#0(\d{4});/g, (reference, code) => String.fromCharCode(code));
 
   // What is selected is copied as it is seen, without what is invisible in it; in a field it is the text itself.
-  const seen = (text) => text.replace(/[\u2060\u2063\u2064]/g, "");
+  const seen = (text) => text.replace(/[\u2060\u2063]/g, "");
 
   function typing(target) {
     return target.closest?.("input, textarea, select, [contenteditable]");
@@ -169,7 +168,7 @@
     const selection = getSelection();
     const field = "selectionStart" in target;
     const text = field ? target.value.slice(target.selectionStart, target.selectionEnd) : String(selection);
-    if (!/[\u2060\u2063\u2064]/.test(text)) return;
+    if (!/[\u2060\u2063]/.test(text)) return;
     clipboardData.setData("text/plain", field ? itself(text) : seen(text));
     if (!field) {
       const copy = document.createElement("div");

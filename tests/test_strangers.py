@@ -254,7 +254,7 @@ def test_lengths_are_checked_before_anything_is_stored(engine: Held) -> None:
         assert huge.status_code == 413
         chunks = httpx.post(f"{address}/gradio_api/call/chat", content=iter([b"x"]))
         assert chunks.status_code == 411
-        fields = ["tree", "auto", 0, 1, 0, 8, ""]
+        fields = ["tree", "auto", 0, 1, 0, 8, "", True]
         for number in range(20):
             answer = fire(address, "send", f"s{number}", ["x" * 1_000_000, *fields])
             assert "reads at most" in answer.json()["error"]

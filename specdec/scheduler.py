@@ -30,6 +30,7 @@ from specdec.sequence import Sequence as Running
 from specdec.speculators import DraftRequest
 from specdec.step import Step, Timings
 from specdec.target import PREFILL_CHUNK, Cancelled, Span, TargetModel
+from specdec.transfer import synchronize
 from specdec.tree import TokenTree, common_length
 
 T = TypeVar("T")
@@ -117,14 +118,28 @@ class Scheduler:
             self.drop(sequence)
 
     def step(self) -> bool:
-        """One round: propose -> verify -> accept -> commit -> hand out. Whether any text took part."""
+        """One round: propose -> verify -> accept -> commit -> hand out. Whether any text took part.
+
+        Where the pass over all of them fails each text has one of its own, so that it fails alone.
+        """
         with self.lock:
             clock = _Clock()
             turns = clock.time("draft", self._propose)
-            turns = clock.time("verify", lambda: self._verify(turns))
-            turns = clock.time("accept", lambda: self._each(turns, self._accept))
-            turns = clock.time("commit", lambda: self._each(turns, self._commit))
-            self._hand_out(turns, clock)
+            groups = [turns] if turns else []
+            while groups:
+                group = groups.pop(0)
+                try:
+                    clock.time("verify", lambda group=group: self.with_room(lambda: self._verify(group)))
+                except Exception as error:
+                    if len(group) == 1:
+                        self._fail(group[0], error)
+                    else:
+                        log.warning("a pass over %d texts failed (%s): each has one of its own", len(group), first_line(error))
+                        groups = [[turn] for turn in group]
+                    continue
+                group = clock.time("accept", lambda group=group: self._each(group, self._accept))
+                group = clock.time("commit", lambda group=group: self._each(group, self._commit))
+                self._hand_out(group, clock)
             return bool(turns)
 
     def with_room(self, work: Callable[[], T]) -> T:
@@ -237,19 +252,8 @@ class Scheduler:
 
     # verify
 
-    def _verify(self, turns: list[Turn]) -> list[Turn]:
-        """One target pass over all turns; where that fails each has a pass of its own, so that it fails alone."""
-        if len(turns) > 1:
-            try:
-                self.with_room(lambda: self._run(turns))
-            except Exception as error:
-                log.warning("a pass over %d texts failed (%s): each has one of its own", len(turns), first_line(error))
-            else:
-                return turns
-        return self._each(turns, lambda turn: self.with_room(lambda: self._run([turn])))
-
-    def _run(self, turns: Sequence[Turn]) -> None:
-        """The pass, and what the host learns of it."""
+    def _verify(self, turns: Sequence[Turn]) -> None:
+        """The target pass, and what the host learns of it."""
         start = time.perf_counter()
         for turn, logits in zip(turns, self.target.run([turn.span for turn in turns]), strict=True):
             turn.logits = logits
@@ -258,7 +262,9 @@ class Scheduler:
         brought = iter(Fetch.bring([fetch for fetch in fetches if fetch is not None]))
         for turn, fetch in zip(drafts, fetches, strict=True):
             turn.reading = turn.sequence.see(turn.logits, turn.tree, None if fetch is None else fetch.unpack(next(brought)))
-        if drafts and not self.target.prepared:
+        if not drafts:
+            synchronize(self.target.device)  # else its last kernels would run on the next pass's clock
+        elif len(drafts) == len(turns) and not self.target.prepared:
             self.cost.observe(sum(len(turn.tree) for turn in turns), time.perf_counter() - start, len(turns))
 
     # accept, commit, hand out
@@ -316,16 +322,18 @@ class Scheduler:
         going = []
         for turn in turns:
             try:
-                with self.target.memory_guard():
-                    work(turn)
-            except Cancelled:
-                self._end(turn.sequence)
+                work(turn)
             except Exception as error:
-                turn.sequence.error = error
-                self._end(turn.sequence)
+                self._fail(turn, error)
             else:
                 going.append(turn)
         return going
+
+    def _fail(self, turn: Turn, error: Exception) -> None:
+        """End a text with ``error``; with none, where it was cancelled before its first step."""
+        if not isinstance(error, Cancelled):
+            turn.sequence.error = self.target.explained(error)
+        self._end(turn.sequence)
 
     def _end(self, sequence: Running) -> None:
         sequence.ended = True

@@ -147,16 +147,23 @@ class TargetModel:
 
     @contextmanager
     def memory_guard(self) -> Iterator[None]:
-        """Say in one line where memory runs out, and give back what the failed pass held. Raises MemoryFullError."""
+        """Raise what is raised inside as `explained`."""
         try:
             yield
         except Exception as error:
-            if not is_out_of_memory(error):
+            told = self.explained(error)
+            if told is error:
                 raise
-            give_back_memory(error, self.device)
-            raise MemoryFullError(
-                f"out of memory on {self.device} for a context of this length: start a new chat, or choose a smaller --model."
-            ) from error
+            raise told from error
+
+    def explained(self, error: Exception) -> Exception:
+        """``error``; where it says that memory ran out, MemoryFullError in one line, and what the failed pass held is freed."""
+        if not is_out_of_memory(error):
+            return error
+        give_back_memory(error, self.device)
+        return MemoryFullError(
+            f"out of memory on {self.device} for a context of this length: start a new chat, or choose a smaller --model."
+        )
 
     @torch.inference_mode()
     def prefill(

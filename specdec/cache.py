@@ -278,7 +278,9 @@ class _PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Nothing: each cache allocates its own."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        parts = [part for states in (key_states, value_states) for part in numbers(states).split(self._pack.sizes, dim=2)]
+        parts = [
+            part for states in (key_states, value_states) for part in numbers(states).split_with_sizes(self._pack.sizes, dim=2)
+        ]
         torch._foreach_copy_(self._scratch, parts)
         self._pack.views = self._seen
         return key_states, value_states

@@ -14,10 +14,12 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from specdec.benchmark.asking import Asked, Session, time_shape
+from specdec.benchmark.asking import Asked, Session, chat_prompt, time_shape
 from specdec.benchmark.charts import to_html
 from specdec.benchmark.cost import measure_cost
 from specdec.benchmark.lanes import LANES, STATIC
+from specdec.benchmark.latency import Latency, latency_text
+from specdec.benchmark.parallel import Comparison, parallel_table
 from specdec.benchmark.questions import OWN, QuestionsError, load_questions
 from specdec.benchmark.report import fold, table
 from specdec.benchmark.shapes import SHAPES, random_model
@@ -71,6 +73,13 @@ def count_argument(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
     return int(text)
+
+
+def counts_argument(text: str) -> list[int]:
+    """``1,2,4,8`` -> the numbers, each once, in ascending order."""
+    if not (names := names_argument(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} names no number; pass for example 1,2,4,8")
+    return sorted({count_argument(name) for name in names})
 
 
 def temperature_argument(text: str) -> float:
@@ -127,6 +136,17 @@ def parser() -> argparse.ArgumentParser:
         metavar="CONFIG",
         help=f"time a model of this shape without a download: {', '.join(SHAPES)}, or a config.json",
     )
+    parser.add_argument(
+        "--parallel",
+        type=counts_argument,
+        metavar="1,2,4,8",
+        help="compare lanes that write so many chats at once (default limit: as many prompts as chats)",
+    )
+    parser.add_argument(
+        "--latency",
+        action="store_true",
+        help="measure what a second chat waits for behind a running reply, and how a long prompt delays one",
+    )
     parser.add_argument("--json", type=output_argument, metavar="OUT")
     parser.add_argument("--html", type=output_argument, metavar="OUT")
     return parser
@@ -142,6 +162,13 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError("--random-weights is a model that says nothing of use: leave out --model and --record")
     if options.record and options.decodings and not {"tree", "linear"} & set(options.decodings):
         raise ValueError("--record follows the tree or the linear lane: add one of them to --decodings")
+    if (options.parallel or options.latency) and (
+        options.replay or options.record or options.random_weights or options.decodings or options.temperature
+    ):
+        raise ValueError(
+            "--parallel and --latency are greedy and have lanes of their own: leave out --replay, --record, --random-weights, "
+            "--decodings and --temperature"
+        )
     if options.random_weights and (talking := set(options.decodings or ()) - set(SHAPE_LANES)):
         raise ValueError(
             f"{', '.join(sorted(talking))}: on random weights no speculation is timed, for what it gains depends on what a "
@@ -198,6 +225,56 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return folded if replayed is None else {**folded, "by_budget": replayed}
 
 
+def run_chats(options: argparse.Namespace) -> dict[str, Any]:
+    """Many chats at once, and what they make each other wait; of the complete runs if interrupted.
+
+    Raises LoadError, UnsupportedModelError, QuestionsError; KeyboardInterrupt before a run is complete.
+    """
+    counts = options.parallel or []
+    questions = load_questions(options.questions, options.categories, options.limit or max(counts, default=8))
+    if len(questions) < (most := max(counts, default=1)):
+        raise QuestionsError(
+            f"{len(questions)} questions are too few for {most} chats at once: name fewer chats or more questions"
+        )
+    engine = SpeculativeEngine(options.model, device=options.device, dtype=options.dtype)
+    if options.study:
+        study(engine)
+    first_turns = [[{"role": "user", "content": question.turns[0]}] for question in questions]
+    prompts = [chat_prompt(engine.tokenizer, messages, options.max_prompt_tokens) for messages in first_turns]
+    require_context(engine, engine.name, max(map(len, prompts)) + options.max_new_tokens)
+    asked = Asked({"max_new_tokens": options.max_new_tokens}, options.max_prompt_tokens, options.budget, options.memory)
+    comparison, latency = Comparison(engine, prompts, counts, asked), Latency(engine, prompts, asked)
+    done = 0
+    try:
+        with tqdm(desc="warming up", unit="batch", file=sys.stderr) as bar:
+            comparison.warm_up()
+            if options.latency:
+                latency.warm_up()
+            for index in range(options.runs):
+                for what in comparison.run():
+                    bar.set_description(f"run {index + 1} of {options.runs}, {what}")
+                    bar.update()
+                if options.latency:
+                    bar.set_description(f"run {index + 1} of {options.runs}, latency")
+                    latency.run()
+                done = index + 1
+    except KeyboardInterrupt:
+        if not done:
+            raise
+    setup = {
+        **machine(engine),
+        "budget": options.budget,
+        "memory": options.memory,
+        "prompts": len(prompts),
+        "new_tokens": options.max_new_tokens,
+        "runs": done,
+        "asked": done * len(prompts),
+        "planned": options.runs * len(prompts),
+    }
+    parallel = {"parallel": comparison.figures()} if counts else {}
+    return {"setup": setup, **parallel, **({"latency": latency.figures()} if options.latency else {})}
+
+
 def replay(options: argparse.Namespace) -> dict[str, Any]:
     """Score the speculator on recorded replies; with ``--fit`` first write weights fitted to them.
 
@@ -233,11 +310,7 @@ def time_random_weights(options: argparse.Namespace) -> dict[str, Any]:
     model, tokenizer = random_model(options.random_weights, options.device, options.dtype)
     engine = SpeculativeEngine(model, tokenizer)
     asked = Asked({"max_new_tokens": options.max_new_tokens}, options.max_prompt_tokens)
-    if (needed := asked.prompt_limit + options.max_new_tokens) > engine.target.context_limit:
-        raise LoadError(
-            f"{options.random_weights} has a context of {engine.target.context_limit} tokens, and {needed} were asked for: "
-            "lower --max-prompt-tokens or --max-new-tokens."
-        )
+    require_context(engine, options.random_weights, asked.prompt_limit + options.max_new_tokens)
     names = options.decodings or [name for name in default_lanes(engine) if name in SHAPE_LANES]
     cost = measure_cost(engine)
     prompts = options.limit or 4
@@ -246,6 +319,15 @@ def time_random_weights(options: argparse.Namespace) -> dict[str, Any]:
     lanes = {name: {figure: figures[figure] for figure in OF_TIME} for name, figures in folded["lanes"].items()}
     weights = "random: times only, nothing here depends on what a model says"
     return {"setup": {**machine(engine), "model": options.random_weights, "weights": weights}, "lanes": lanes, "cost": cost}
+
+
+def require_context(engine: SpeculativeEngine, name: str, tokens: int) -> None:
+    """Raise LoadError where the context of the model of this ``name`` has no room for ``tokens``."""
+    if tokens > engine.target.context_limit:
+        raise LoadError(
+            f"{name} has a context of {engine.target.context_limit} tokens, and {tokens} were asked for: "
+            "lower --max-prompt-tokens or --max-new-tokens."
+        )
 
 
 def default_lanes(engine: SpeculativeEngine) -> list[str]:
@@ -287,6 +369,15 @@ def machine(engine: SpeculativeEngine) -> dict[str, Any]:
     }
 
 
+def mode(options: argparse.Namespace) -> Callable[[argparse.Namespace], dict[str, Any]]:
+    """What is to be measured."""
+    if options.replay:
+        return replay
+    if options.random_weights:
+        return time_random_weights
+    return run_chats if options.parallel or options.latency else run
+
+
 def main() -> int:
     """Run, print the tables, write what was asked for; 130 if interrupted, as shells have it."""
     arguments = parser()
@@ -296,7 +387,7 @@ def main() -> int:
     except ValueError as error:
         arguments.error(str(error))
     try:
-        folded = replay(options) if options.replay else time_random_weights(options) if options.random_weights else run(options)
+        folded = mode(options)(options)
     except (LoadError, UnsupportedModelError, QuestionsError, TracesError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -311,10 +402,16 @@ def main() -> int:
         print("\nReplayed offline:" if "lanes" in folded else "", budget_table(folded["by_budget"]), sep="\n")
     if "held_out" in folded:
         print("\nEach half with weights fitted to the other half:", budget_table(folded["held_out"]), sep="\n")
+    if "parallel" in folded:
+        print(parallel_table(folded["parallel"]))
+    if "latency" in folded:
+        print(latency_text(folded["latency"]))
     if options.json:
         options.json.write_text(json.dumps(folded, indent=1) + "\n", encoding="utf-8")
     if options.html:
         options.html.write_text(to_html(folded), encoding="utf-8")
+    if "parallel" in folded or "latency" in folded:
+        print(json.dumps(folded))
     if setup.get("asked") != setup.get("planned"):
         print(f"interrupted: these are the figures of {setup['asked']} of {setup['planned']} questions", file=sys.stderr)
         return 130

@@ -7,6 +7,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from specdec.benchmark.latency import latency_text
+from specdec.benchmark.parallel import parallel_table
 from specdec.benchmark.report import table
 from specdec.benchmark.traces import budget_table
 
@@ -17,6 +19,8 @@ COLOURS = {
     "transformers": "#b07d2b",
     "transformers-prompt-lookup": "#8c4a9c",
     "transformers-static": "#c44e52",
+    "turn by turn": "#7fb8a4",
+    "transformers-continuous": "#8c4a9c",
 }
 
 _STYLE = (
@@ -36,6 +40,12 @@ def to_html(folded: dict[str, Any]) -> str:
     if "by_budget" in folded:
         charts.append(_by_budget(folded["by_budget"]))
         tables.append(budget_table(folded["by_budget"]))
+    if "parallel" in folded:
+        charts.append(_parallel(folded["parallel"]["lanes"]))
+        tables.append(parallel_table(folded["parallel"]))
+    if "latency" in folded:
+        charts.append(_latency(folded["latency"]))
+        tables.append(latency_text(folded["latency"]))
     if "cost" in folded:
         charts.append(_cost(folded["cost"]))
     setup = ", ".join(f"{name} {value}" for name, value in folded["setup"].items())
@@ -134,6 +144,36 @@ def _by_budget(by_budget: dict[str, dict[str, dict[str, Any]]]) -> go.Figure:
             line={"color": COLOURS["tree"], "dash": "dot" if memory == "cold" else "solid"},
         )
     return figure.update_xaxes(title="nodes besides the root").update_yaxes(title="tokens per pass")
+
+
+def _parallel(counts: dict[str, Any]) -> go.Figure:
+    figure = go.Figure(layout={"title": "Tokens per second of all chats together (median of the runs, lowest to highest)"})
+    for lane in next(iter(counts.values())):
+        rates = [lanes[lane]["tokens_per_second"] for lanes in counts.values()]
+        figure.add_scatter(
+            name=lane,
+            x=list(counts),
+            y=[rate["median"] for rate in rates],
+            error_y={
+                "array": [rate["high"] - rate["median"] for rate in rates],
+                "arrayminus": [rate["median"] - rate["low"] for rate in rates],
+            },
+            mode="lines+markers",
+            line_color=COLOURS[lane],
+        )
+    return figure.update_xaxes(title="chats at once", type="category").update_yaxes(rangemode="tozero")
+
+
+def _latency(figures: dict[str, Any]) -> go.Figure:
+    figure = go.Figure(layout={"title": "Gap between tokens of a running reply, milliseconds", "barmode": "group"})
+    gaps = figures["long_prompt"]
+    for name, key, lane in (
+        ("undisturbed", "undisturbed_gap_seconds", "plain"),
+        (f"while {gaps['prompt_tokens']} tokens are read", "gap_seconds", "tree"),
+    ):
+        values = [1e3 * seconds for seconds in gaps[key].values()]
+        figure.add_bar(name=name, x=["median", "95th percentile"], y=values, marker_color=COLOURS[lane])
+    return figure
 
 
 def _cost(cost: dict[str, Any]) -> go.Figure:

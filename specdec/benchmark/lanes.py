@@ -100,13 +100,14 @@ class EngineLane:
         return Answer(tokens, tuple(passes), steps[0].timings.prefill, tuple(steps), view)
 
 
-class _PassClock(StoppingCriteria):  # type: ignore[misc]
+class PassClock(StoppingCriteria):  # type: ignore[misc]
     """Never stops; notes the time and the length after every pass of transformers' generate."""
 
     def __init__(self) -> None:
         self.ticks: list[tuple[int, float]] = []
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """Note the time and the length of ``input_ids`` [B, T]; no row is to stop."""
         synchronize(input_ids.device)  # generate waits for the token right after this anyway
         self.ticks.append((input_ids.shape[1], time.perf_counter()))
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
@@ -124,7 +125,7 @@ class TransformersLane:
 
     def answer(self, prompt: Sequence[int], arguments: dict[str, Any]) -> Answer:
         """Generate, with a clock among the stopping criteria."""
-        clock = _PassClock()
+        clock = PassClock()
         arguments = dict(arguments)
         torch.manual_seed(arguments.pop("seed", 0))
         start = time.perf_counter()

@@ -116,11 +116,11 @@ class Slots:
         return keys, values
 
     def _move(self, cache: TreeCache, slots: Sequence[_Slot], patience: int) -> None:
-        """Move ``cache`` into one of ``slots``: a free one, or the one whose tenant was idle longest, over ``patience`` passes."""
+        """Move ``cache`` into one of ``slots``: a free one, or else the least recently used, if idle for over ``patience``."""
         free = [slot for slot in slots if slot.tenant is None]
         idle = [slot for slot in slots if self._passes - slot.used > patience]
         if free or idle:
-            slot = free[0] if free else min(idle, key=lambda each: each.used)
+            slot = free[0] if free else min(idle, key=lambda slot: slot.used)
             slot.leave()
             slot.enter(cache, cache.length)
             slot.used = self._passes

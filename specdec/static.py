@@ -102,7 +102,7 @@ class StaticPass:
         return [frame.logits[place, : len(tree)] for place, (_, tree) in zip(places, texts, strict=True)]
 
     def _frame(self, count: int, width: int) -> _Frame:
-        """What passes over ``count`` texts of ``width`` nodes read and write. All share the logits' buffer, as far as it goes."""
+        """What passes over ``count`` texts of ``width`` nodes read and write. They share one buffer of logits."""
         if (count, width) not in self._frames:
             if count * width > len(self._logits):  # graphs that know the smaller one keep it
                 self._logits = self._logits.new_zeros(count * width, self._logits.shape[1])
@@ -205,7 +205,7 @@ class _Frame:
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's K/V in the slots of a pass, read up to ``length``; new states go where ``targets`` (slot, position) says."""
+    """One layer's K/V in the slots of a pass, read up to ``length``; new states go to ``targets``, slots and positions."""
 
     is_sliding = False
 

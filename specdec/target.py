@@ -27,8 +27,8 @@ from specdec.devices import free_bytes, give_back_memory, gpu_is_lent
 from specdec.errors import MemoryFullError, first_line, is_out_of_memory
 from specdec.logits import argmax, top_tokens
 from specdec.packing import PackedWeights, state
-from specdec.speculators import TopK
 from specdec.slots import PADDING, SEQUENCES, Slots
+from specdec.speculators import TopK
 from specdec.static import BUCKETS, StaticPass, bucket
 from specdec.transfer import synchronize, to_device
 from specdec.tree import TokenTree
@@ -258,7 +258,7 @@ class TargetModel:
         """Time passes of every width in `WIDTHS` behind ``context`` tokens, and one over `COMPANY` texts: the fastest of some.
 
         They are interleaved, ``repeats`` times. The fastest counts, for a page that is opened meanwhile slows some of them, and
-        the curve's shape must not suffer from it. Where passes are padded to some widths, the others cost what the padded ones do.
+        the curve's shape must not suffer from it. Where passes are padded to some widths, the others cost what these do.
         """
         context = min(context, self.context_limit // 2)
         known = WIDTHS if self._static is None else BUCKETS

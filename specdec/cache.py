@@ -67,9 +67,13 @@ class Slab(NamedTuple):
         """Positions allocated per layer."""
         return self.keys.shape[2]
 
+    def blank(self, capacity: int, copies: int = 1) -> Slab:
+        """Zeros of this shape with room for ``capacity`` positions, and for ``copies`` times as many layers."""
+        return Slab(*(b.new_zeros(copies * b.shape[0], b.shape[1], capacity, b.shape[3]) for b in self))
+
     def resized(self, capacity: int) -> Slab:
         """A copy with room for ``capacity`` positions."""
-        copy = Slab(*(b.new_zeros(*b.shape[:2], capacity, b.shape[3]) for b in self))
+        copy = self.blank(capacity)
         copy.take(self, min(capacity, self.capacity))
         return copy
 
@@ -158,11 +162,10 @@ class TreeCache(Cache):  # type: ignore[misc]
             capacity *= 2
         return capacity if capacity < self.max_length else self.max_length + self.padding
 
-    @property
-    def full_size(self) -> int:
-        """Bytes of all positions there may ever be."""
+    def size(self, capacity: int) -> int:
+        """Bytes that buffers for ``capacity`` positions take."""
         each = (buffer.shape[0] * buffer.shape[1] * buffer.shape[3] * buffer.itemsize for slab in self.slabs for buffer in slab)
-        return (self.max_length + self.padding) * sum(each)
+        return capacity * sum(each)
 
     def reserve(self, nodes: int, padding: int = 0) -> None:
         """Make room for ``nodes`` positions behind the committed ones, and for ``padding`` behind those.

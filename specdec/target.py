@@ -21,14 +21,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, StaticCache, get_layer_types_and_kwargs
 
 from specdec.attention import Pack, folded, packed
-from specdec.cache import LayerShape, PackedCache, TreeCache
+from specdec.cache import STRIDE, LayerShape, PackedCache, TreeCache
 from specdec.cost import WIDTHS, PassCost
 from specdec.devices import free_bytes, give_back_memory, gpu_is_lent
 from specdec.errors import MemoryFullError, first_line, is_out_of_memory
 from specdec.logits import argmax, top_tokens
 from specdec.packing import PackedWeights
+from specdec.slots import PADDING, SEQUENCES, Slots
 from specdec.speculators import TopK
-from specdec.static import BUCKETS, PADDING, StaticPass, bucket
+from specdec.static import BUCKETS, StaticPass, bucket
 from specdec.transfer import synchronize, to_device
 from specdec.tree import TokenTree
 from specdec.weights import states
@@ -39,8 +40,8 @@ COMPANY = 4
 """Texts in the pass that tells what a text adds to the cost of another's."""
 _COMPANY_WIDTH = 4
 """Nodes of each."""
-_HOME = 0.25
-"""Share of the free device memory that the cache of captured passes may take from the beginning."""
+_SLOTS = 0.25
+"""Share of the free device memory that the slots of captured passes may take."""
 _SPREAD = 7919
 """A prime that takes small numbers all over the vocabulary, for its first tokens are special and answered chaotically."""
 _TOO_FAR = 0.15
@@ -103,9 +104,8 @@ class TargetModel:
         self._weights, self._edition = states(model), 0
         self._static: StaticPass | None = None
         if static:
-            home = self._home(cuda)
             self._static = StaticPass(
-                self._forward, home, self.vocab_size, model.dtype, cuda, lambda text: self.progress(text, None)
+                self._forward, self._slots(cuda), self.vocab_size, model.dtype, cuda, lambda text: self.progress(text, None)
             )
         try:
             self._require_independent_rows()
@@ -201,18 +201,24 @@ class TargetModel:
         The nodes' K/V lies in the scratch of their caches until the caller commits a path. The logits are valid until the next
         pass. Raises ValueError past a cache's maximum.
         """
-        if self._static is not None:
-            logits = (self._run_static(self._static, span) for span in spans)
-            return [rows.clone() if len(spans) > 1 else rows for rows in logits]  # the next pass would overwrite them
+        return self._run_together(spans) if self._static is None else self._run_static(self._static, spans)
+
+    def _run_static(self, static: StaticPass, spans: Sequence[Span]) -> list[Tensor]:
+        """`run` where trees are verified in fixed shapes; what is longer, or needs no logits, runs as it is, in the slots."""
+        fits = [span.logits and len(span.tree) <= BUCKETS[-1] for span in spans]
+        padded = [(span.cache, span.tree) for span, fit in zip(spans, fits, strict=True) if fit]
+        longer = [span for span, fit in zip(spans, fits, strict=True) if not fit]
+        verified = iter(static.verify(padded) if padded else [])
+        for span in longer:
+            static.slots.admit([span.cache], len(span.tree) + STRIDE)
+        read = iter(self._run_together(longer) if longer else [])
+        return [next(verified if fit else read) for fit in fits]
+
+    def _run_together(self, spans: Sequence[Span]) -> list[Tensor]:
+        """`run` in shapes as they are: in one forward where the model lets several texts share one."""
         if len(spans) > 1 and not self.packs:
             return [self._run((span,))[0] for span in spans]
         return self._run(spans)
-
-    def _run_static(self, static: StaticPass, span: Span) -> Tensor:
-        if span.logits and len(span.tree) <= BUCKETS[-1]:
-            return static.verify(span.cache, span.tree)
-        static.admit(span.cache)
-        return self._run((span,))[0]
 
     def _run(self, spans: Sequence[Span]) -> list[Tensor]:
         """`run` in one forward: a lone text as it is, several with their nodes one behind the other."""
@@ -260,14 +266,16 @@ class TargetModel:
         """Time passes of every width in `WIDTHS` behind ``context`` tokens, and one over `COMPANY` texts: the fastest of some.
 
         They are interleaved, ``repeats`` times. The fastest counts, for a page that is opened meanwhile slows some of them, and
-        the curve's shape must not suffer from it. Where passes are padded to some widths, others cost what the padded do.
+        the curve's shape must not suffer from it. Where passes are padded to some widths, the others cost what these do.
         """
         context = min(context, self.context_limit // 2)
         known = WIDTHS if self._static is None else BUCKETS
         passes = {width: (1, width) for width in known if context + width <= self.context_limit}
         passes[0] = (COMPANY, _COMPANY_WIDTH)
-        cache = self.new_cache()
-        self.prefill(cache, [token % self.vocab_size for token in range(context)])
+        caches = [self.new_cache() for _ in range(COMPANY)]
+        self.prefill(caches[0], [token % self.vocab_size for token in range(context)])
+        for cache in caches[1:]:
+            cache.copy(caches[0], context)
         seconds = dict.fromkeys(passes, math.inf)
         for repeat in range(repeats + 1):
             for turn, (width, (texts, nodes)) in enumerate(passes.items()):
@@ -276,7 +284,7 @@ class TargetModel:
                     self.progress(f"measuring what a pass costs on {self.device}", share)
                 tree = TokenTree.chain([token % self.vocab_size for token in range(nodes)])
                 start = time.perf_counter()
-                argmax(self.run([Span(cache, tree)] * texts)[-1])  # in one scratch: what they say means nothing
+                argmax(self.run([Span(cache, tree) for cache in caches[:texts]])[-1])
                 if repeat:  # the first round warms up
                     seconds[width] = min(seconds[width], time.perf_counter() - start)
         company = seconds.pop(0)
@@ -285,19 +293,27 @@ class TargetModel:
         alone = float(PassCost(seconds).seconds(COMPANY * _COMPANY_WIDTH))
         return PassCost(seconds, (company - alone) / (COMPANY - 1))
 
-    def prepare(self, length: int) -> None:
-        """Capture all passes that texts of up to ``length`` tokens may need, where passes are captured, before a clock runs."""
+    def prepare(self, length: int, texts: int = 1) -> None:
+        """Capture all passes that up to ``texts`` texts of up to ``length`` tokens may need, before a clock runs.
+
+        Nothing where passes are not captured.
+        """
         if self._static is None:
             return
-        cache = self.new_cache()
+        caches = [self.new_cache() for _ in range(texts)]
         contexts = [0]
-        while (following := cache.bucket(contexts[-1] + 1)) < min(length + BUCKETS[-1], self.context_limit):
+        while (following := caches[0].bucket(contexts[-1] + 1)) < min(length + BUCKETS[-1], self.context_limit):
             contexts.append(following)
-        self.prefill(cache, [0] * contexts[-1])
+        self.prefill(caches[0], [0] * contexts[-1])
+        for cache in caches[1:]:
+            cache.copy(caches[0], contexts[-1])
+        counts = [count for count in SEQUENCES if count < 2 * texts]
         for context in reversed(contexts):  # the longest first: graphs go when buffers grow
             for width in BUCKETS:
-                cache.rewind(min(context, self.context_limit - width))
-                self.verify(cache, TokenTree.chain([0] * width))
+                for cache in caches:
+                    cache.rewind(min(context, self.context_limit - width))
+                for count in counts:
+                    self.run([Span(cache, TokenTree.chain([0] * width)) for cache in caches[:count]])
 
     @torch.inference_mode()
     def _layer_shapes(self) -> list[LayerShape]:
@@ -306,12 +322,12 @@ class TargetModel:
         self._forward(torch.zeros(1, 1, dtype=torch.int64, device=self.device), cache)
         return [LayerShape.of(layer.keys, layer.values) for layer in cache.layers]
 
-    def _home(self, capture: bool) -> TreeCache:
-        """An empty cache for static passes: of full size at once where that is little: graphs go when buffers grow."""
-        home = self.new_cache()
-        if capture and home.full_size <= _HOME * free_bytes(self.device):
-            home.reserve(home.max_length, home.padding)
-        return home
+    def _slots(self, capture: bool) -> Slots:
+        """The slots of static passes; where these are captured as large as may be at once, for graphs go when buffers grow."""
+        slots = Slots(self.new_cache(), lambda: _SLOTS * free_bytes(self.device))
+        if capture:
+            slots.reserve_all()
+        return slots
 
     def _mask(self, span: Span, stack: ExitStack) -> Tensor | None:
         """Additive [1, 1, N, extent]: every node sees the whole prefix, its ancestors and itself; what is behind is hidden.

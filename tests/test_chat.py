@@ -310,9 +310,9 @@ def test_what_is_captured_during_a_reply_or_a_comparison_is_told_while_it_is_wai
     static = replay_passes(engine.target)
     recorded = static._captured
 
-    def slowly(width: int, length: int) -> Any:
+    def slowly(*shape: int) -> Any:
         time.sleep(0.5)  # longer than the page's interval
-        return recorded(width, length)
+        return recorded(*shape)
 
     monkeypatch.setattr(static, "_captured", slowly)
     told = set()

@@ -110,8 +110,8 @@ def replay_passes(target: TargetModel) -> StaticPass:
     static = target._static
     assert static is not None
 
-    def recorded(width: int, length: int) -> Recording:
-        return Recording(lambda: static._pass(width, length))
+    def recorded(count: int, width: int, length: int) -> Recording:
+        return Recording(lambda: static._pass(count, width, length))
 
     static._capture, static._captured = True, recorded  # type: ignore[assignment, method-assign]
     return static

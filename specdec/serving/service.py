@@ -151,7 +151,7 @@ class Service:
         """How many replies to write at once: as many as bring more tokens a second, and as there is memory for."""
         engine = self.engine
         cost, cache = engine.pass_cost, engine.target.new_cache()
-        room = max(int(_SHARE * free_bytes(engine.target.device) / max(cache.full_size, 1)), 1)
+        room = max(int(_SHARE * free_bytes(engine.target.device) / max(cache.size(cache.max_length), 1)), 1)
         width = 1
         while 2 * width <= min(WIDEST, room):
             gain = 2 * float(cost.seconds(width, width)) / float(cost.seconds(2 * width, 2 * width))

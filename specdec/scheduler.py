@@ -296,8 +296,9 @@ class Scheduler:
         if not drafts:
             return
         guests = sum(len(turn.tree) for turn in turns if turn.reads)
-        if not guests:
-            self.cost.handle(sum(len(turn.tree) for turn in turns), clock.seconds["draft"] + clock.seconds["commit"])
+        handled = sum(len(turn.tree) for turn in drafts if turn.sequence.request.decoding != "plain")
+        if handled and not guests:
+            self.cost.handle(handled, clock.seconds["draft"] + clock.seconds["commit"])
         plain_seconds = float(self.cost.seconds(len(drafts) + guests, len(turns)))
         for turn in drafts:
             sequence, request = turn.sequence, turn.sequence.request

@@ -188,7 +188,7 @@ class _Frame:
         self.logits = buffer[: count * width].view(count, width, -1)
 
     def fill(self, texts: Mapping[int, Text], trash: int) -> None:
-        """Let them describe the trees of ``texts``, by row; rows of no text go to position ``trash`` of their slots."""
+        """Let them describe the trees of ``texts``, by row; other rows are written to position ``trash`` of their slots."""
         width = self._width
         integers = np.zeros((self._count, 3 * width + 1), np.int64)
         integers[:, 2 * width : 3 * width] = trash

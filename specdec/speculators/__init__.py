@@ -54,6 +54,9 @@ class Speculator(Protocol):
         ``top``, where given, is what the target says after the positions from ``start`` on.
         """
 
+    def expect(self, token_ids: Sequence[int]) -> None:
+        """After `begin`: the reply will probably be much like ``token_ids``, which are no part of the context."""
+
     def propose(self, budget: int, branches: int | None = None, worth: NDArray[np.float64] | None = None) -> Proposal:
         """At most ``budget`` nodes besides the root; ``branches=1`` gives the best single path.
 

@@ -13,6 +13,8 @@ core (30 layers, 9 heads in 3 groups, bfloat16, 600 tokens): a plain pass 43.1 -
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -131,6 +133,11 @@ AttentionInterface.register(FOLDED, folded_attention)
 AttentionMaskInterface.register(FOLDED, sdpa_mask)
 
 
+_folding: Counter[int] = Counter()
+"""The passes that attend so at this moment, by the id of their model's config."""
+_lock = threading.Lock()
+
+
 @contextmanager
 def packed(pack: Pack | None) -> Iterator[None]:
     """Let the passes of this thread be over ``pack`` meanwhile."""
@@ -143,11 +150,21 @@ def packed(pack: Pack | None) -> Iterator[None]:
 
 @contextmanager
 def folded(model: PreTrainedModel) -> Iterator[None]:
-    """Let ``model`` attend so meanwhile, if it attends by torch's fused kernels otherwise."""
-    config, own = model.config, model.config._attn_implementation
-    if own == "sdpa":
-        config._attn_implementation = FOLDED
+    """Let ``model`` attend so meanwhile, if it attends by torch's fused kernels otherwise.
+
+    Passes over one model may overlap, in several engines: it attends so until the last of them ends.
+    """
+    config = model.config
+    with _lock:
+        if config._attn_implementation == "sdpa":
+            config._attn_implementation = FOLDED
+        _folding[id(config)] += 1
     try:
         yield
     finally:
-        config._attn_implementation = own
+        with _lock:
+            _folding[id(config)] -= 1
+            if not _folding[id(config)]:
+                del _folding[id(config)]
+                if config._attn_implementation == FOLDED:
+                    config._attn_implementation = "sdpa"

@@ -14,6 +14,7 @@ from specdec.cache import TreeCache
 from specdec.devices import free_bytes
 from specdec.speculators import Speculator
 from specdec.target import TargetModel
+from specdec.tree import common_length
 
 LEAST_SHARED = 16
 """Tokens from which a prefix that somebody else has is worth a copy, or worth waiting for while they read it."""
@@ -157,10 +158,3 @@ class Prefixes:
         shared = common_length(np.array(other.token_ids[: len(wanted)], np.int64), wanted)
         mine = text.owner is not None and text.owner == other.owner
         return shared if mine else min(shared, text.common, other.common)
-
-
-def common_length(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
-    """How many tokens two texts share from the start."""
-    shorter = min(len(a), len(b))
-    differs = np.flatnonzero(a[:shorter] != b[:shorter])
-    return int(differs[0]) if len(differs) else shorter

@@ -29,9 +29,7 @@ class PassCost:
         self._each = max(each, 0.0)
         self._factor = 1.0
         self._observed = 0
-        self.worth = _worth(self.seconds(np.arange(1, int(self._widths[-1]) + 2)))
-        """What more nodes must bring, [widest + 1]: where node w of a best-first tree scores below ``worth[w]`` times the sum
-        of the scores before it, no larger tree has a better rate (`share`), whatever passes cost now."""
+        self._worth: dict[int, NDArray[np.float64]] = {}
 
     def seconds(self, width: int | NDArray[np.int64], sequences: int = 1) -> NDArray[np.float64]:
         """The present cost of passes of ``width`` nodes of ``sequences`` texts; linear beyond the widest measured."""
@@ -72,6 +70,16 @@ class PassCost:
         taken = order[: int(np.argmax(gains / costs))]
         counts: list[int] = (1 + np.bincount(owners[taken], minlength=len(scores))).tolist()
         return counts
+
+    def worth(self, others: int = 0) -> NDArray[np.float64]:
+        """What more nodes must bring, [widest + 1], of a tree beside ``others`` texts of a token each.
+
+        Where node w of a best-first tree scores below ``worth[w]`` times the sum of the scores before it (1 for each of the
+        others among them), no larger tree has a better rate (`share`), whatever passes cost now.
+        """
+        if others not in self._worth:
+            self._worth[others] = _worth(self.seconds(others + np.arange(1, int(self._widths[-1]) + 2), 1 + others))
+        return self._worth[others]
 
     def guests(self, width: int, slowdown: float) -> int:
         """How many nodes a pass over ``width`` takes along until it takes ``slowdown`` times as long."""

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
+from os import PathLike
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.conversation import Conversation
 from specdec.cost import PassCost
 from specdec.devices import give_back_memory
 from specdec.errors import LoadError, is_out_of_memory
-from specdec.loading import load, out_of_memory
+from specdec.loading import load, out_of_memory, unwrapped
 from specdec.prompt import Message, Prompt
 from specdec.request import Request, RequestError, resolve
 from specdec.scheduler import Scheduler
@@ -24,6 +26,7 @@ from specdec.speculators import Speculator
 from specdec.speculators.hybrid import HybridSpeculator, warm_up
 from specdec.speculators.memory import Memory
 from specdec.step import Step
+from specdec.streamer import heard
 from specdec.study import ROUNDS, load_vocabulary, study
 from specdec.target import TargetModel
 from specdec.text import SpecialText, special_texts, token_texts
@@ -32,9 +35,10 @@ from specdec.text import SpecialText, special_texts, token_texts
 class SpeculativeEngine:
     """A target model with a speculator in front of it.
 
-    ``model``: a hub id, a local folder, a ``.gguf`` file, or a loaded model (then with its ``tokenizer``); None: the
-    embedded default. Other keyword arguments go to `specdec.loading.load`. ``memory``: what outlives a conversation; None
-    (default) remembers nothing. ``speculator``: makes the speculator of each new conversation, instead of the default one.
+    ``model``: a hub id, a local folder, a ``.gguf`` file, or a loaded model (then with its ``tokenizer``), wrapped or not (see
+    `specdec.loading.unwrapped`); None: the embedded default. Other keyword arguments go to `specdec.loading.load`.
+    ``memory``: what outlives a conversation; None (default) remembers nothing. ``speculator``: makes the speculator of each
+    new conversation, instead of the default one.
     ``static``: see `specdec.target.TargetModel`.
 
     Raises LoadError or UnsupportedModelError, each with one line that names the culprit and the remedy.
@@ -42,7 +46,7 @@ class SpeculativeEngine:
 
     def __init__(
         self,
-        model: str | PreTrainedModel | None = None,
+        model: str | PathLike[str] | nn.Module | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         memory: Memory | None = None,
@@ -50,12 +54,13 @@ class SpeculativeEngine:
         static: bool | None = None,
         **loading: Any,
     ) -> None:
-        if isinstance(model, PreTrainedModel):
+        if isinstance(model, nn.Module):
             if tokenizer is None:
                 raise TypeError("a loaded model needs its tokenizer: SpeculativeEngine(model, tokenizer)")
             if idle := sorted(loading.keys() - {"progress"}):
                 raise TypeError(f"{', '.join(idle)} cannot be used with a loaded model: convert and move the model itself")
-            self.model, self.tokenizer, self.name = model, tokenizer, model.name_or_path or type(model).__name__
+            self.model: PreTrainedModel = unwrapped(model)
+            self.tokenizer, self.name = tokenizer, self.model.name_or_path or type(self.model).__name__
         else:
             loaded = load(model, **loading)
             self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
@@ -126,8 +131,8 @@ class SpeculativeEngine:
         compute Step.target. ``logprobs``: compute Step.logprobs, with so many of the most probable tokens. ``prediction``: text
         or token ids that the reply will probably be much like, to copy guesses from; the target does not read it.
         ``cancelled``: a callable polled once a step and between prefill chunks. ``owner``: texts of one owner start from each
-        other's K/V (see `specdec.conversation.Text`). Everything else is an argument of
-        transformers' generate (max_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty,
+        other's K/V (see `specdec.conversation.Text`). Everything else is an argument of transformers' generate (streamer,
+        max_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty,
         stop_strings, ...); what is not given comes from the model's generation_config. Without any length limit the reply
         runs to its end-of-sequence token or the model's context.
 
@@ -136,7 +141,7 @@ class SpeculativeEngine:
         NotANumberError where the model's logits are NaN.
         """
         request = self.request(prompt, conversation, **arguments)
-        return self._follow(request, conversation or self.conversation())
+        return heard(self._follow(request, conversation or self.conversation()), request)
 
     def request(
         self, prompt: str | Sequence[Message] | Sequence[int] | Prompt, conversation: Conversation | None, **arguments: Any

@@ -9,6 +9,10 @@ class LoadError(Exception):
     """A model that cannot be loaded, in one line for the user: what is wrong with what, and what to do about it."""
 
 
+class PromptError(ValueError):
+    """A prompt that cannot be used; the message names the culprit and the remedy."""
+
+
 class MemoryFullError(RuntimeError):
     """A device without memory for the next pass of a reply, in one line; what was committed by then stays valid."""
 

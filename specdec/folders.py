@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -29,7 +30,18 @@ def model_file(kind: str, model: PreTrainedModel) -> Path:
     for name, weights in model.named_parameters():
         digest.update(name.encode())
         digest.update(weights.detach().flatten()[:8].to(torch.bfloat16).float().cpu().numpy().round(3).tobytes())
+    for name, weights in _quantised(model):
+        digest.update(name.encode())
+        digest.update(weights.detach().flatten()[:8].contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return cache_folder() / kind / f"{digest.hexdigest()[:16]}.npz"
+
+
+def _quantised(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that are saved with the model, which is where quantised weights are."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}", buffer
 
 
 def studied_file(name: str) -> Path:

@@ -9,6 +9,8 @@ With nothing named, the default loads (see `specdec.embedded`).
 from __future__ import annotations
 
 import contextlib
+import copy
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 from safetensors import SafetensorError
+from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -39,12 +42,16 @@ from transformers import (
 from specdec.devices import DeviceMap, choose_device, choose_dtype, place_weights
 from specdec.embedded import EMBEDDED_NAME, Progress, embedded_folder, reporting_bar
 from specdec.errors import LoadError, first_line, is_out_of_memory
+from specdec.gguf_file import GgufFile
 
 __all__ = ["CUDA_DEFAULT", "LoadError", "LoadedModel", "load"]
 
 CUDA_DEFAULT = "Qwen/Qwen2.5-1.5B-Instruct"
 """The hub id of what is loaded on CUDA if nothing is named."""
 _HUB_SECONDS = 5.0
+_INSIDE_LAYERS = {"LORA", "ADALORA", "IA3", "LOHA", "LOKR", "OFT", "BOFT", "VERA", "FOURIERFT", "HRA", "VBLORA", "RANDLORA"}
+_INSIDE_LAYERS |= {"SHIRA", "MISS", "C3A", "LN_TUNING", "TRAINABLE_TOKENS"}
+"""Kinds of PEFT adapters that act within the layers they are injected into, for every token alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +77,7 @@ class _Source:
 
 
 def load(
-    model: str | None = None,
+    model: str | os.PathLike[str] | None = None,
     *,
     device: str = "auto",
     dtype: str = "auto",
@@ -89,8 +96,42 @@ def load(
     report = progress or (lambda *_: None)
     place = choose_device(device)
     kind = choose_dtype(dtype, place)
-    source = _find(model, place, report)
+    source = _find(None if model is None else os.fspath(model), place, report)
     return _read(source, place, kind, trust_remote_code, report)
+
+
+def unwrapped(model: nn.Module) -> PreTrainedModel:
+    """The causal language model of transformers inside ``model``, which may be wrapped by others.
+
+    What `torch.compile` and data parallelism wrap computes the same without them; an adapter of PEFT that lies inside the
+    model's own layers comes along. Raises LoadError, by name, for every other wrapper, and for a model that lies on disk.
+    """
+    name = type(model).__name__
+    inner: Any = model
+    while not isinstance(inner, PreTrainedModel):
+        if isinstance(compiled := getattr(inner, "_orig_mod", None), nn.Module):
+            inner = compiled
+        elif isinstance(inner, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            inner = inner.module
+        elif hasattr(inner, "peft_config") and hasattr(inner, "get_base_model"):
+            for adapter in inner.peft_config.values():
+                kind = str(getattr(adapter.peft_type, "value", adapter.peft_type))
+                if kind not in _INSIDE_LAYERS or getattr(adapter, "alora_invocation_tokens", None):
+                    raise LoadError(
+                        f"The adapter of this {name} ({kind}) does not act on every token alike within the model's layers: "
+                        "use a LoRA adapter, or merge it into the model first."
+                    )
+            inner = inner.get_base_model()
+        else:
+            raise LoadError(f"{name} is no model of transformers: pass the causal language model that it wraps.")
+    if any(weight.is_meta for weight in inner.parameters()):
+        raise LoadError(
+            f"A part of this {type(inner).__name__} lies on disk or waits on another device (offloaded by accelerate): load it "
+            "without offloading, or choose a smaller model."
+        )
+    if inner._compiled_call_impl is not None:  # in place, which a copy leaves out; its layers stay the same ones
+        inner = copy.copy(inner)
+    return inner
 
 
 def _find(model: str | None, device: torch.device, report: Progress) -> _Source:
@@ -182,8 +223,13 @@ def _read(source: _Source, device: torch.device, dtype: torch.dtype, trust_remot
     with _one_line(source):
         config = AutoConfig.from_pretrained(source.location, **options)
         _check_causal(config, source, trust_remote_code)
+        file = GgufFile(source.gguf) if source.gguf else None
+        if file:
+            file.settle(config)
         with torch.device("meta"):
             skeleton = auto.from_config(config, trust_remote_code=trust_remote_code)
+        if file:
+            file.check_weights(skeleton)
         place: DeviceMap = {"": device}
         if getattr(config, "quantization_config", None) is None:
             place = place_weights(str(source), sum(weight.numel() for weight in skeleton.parameters()), dtype, device)
@@ -210,6 +256,8 @@ def _read(source: _Source, device: torch.device, dtype: torch.dtype, trust_remot
                 f"{source} does not fit on the GPUs, a part of it would lie elsewhere: choose a smaller --model or another "
                 "--device."
             )
+        if file:
+            file.scale_positions(model)
     return LoadedModel(model.eval().requires_grad_(False), tokenizer, source.name)
 
 

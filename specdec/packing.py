@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from specdec.devices import free_bytes, gpu_is_lent
 from specdec.errors import first_line
+from specdec.weights import state
 
 _ROWS = 16
 """The rows that the order is chosen for: a token tree's, on a CPU."""
@@ -81,11 +82,6 @@ class _PackedLinear:
             return type(layer).forward(layer, rows)
         product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, bias, "none", [], "")
         return product
-
-
-def state(weight: Tensor) -> tuple[int, int]:
-    """Another one once ``weight`` was written to so that torch counts it, or got new data."""
-    return 0 if weight.is_inference() else weight._version, weight.data_ptr()
 
 
 def _packed(model: nn.Module) -> list[tuple[dict[str, Any], _PackedLinear]]:

@@ -8,27 +8,31 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any, cast
 
-from jinja2 import TemplateError
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-Message = Mapping[str, str]
-"""A chat message: ``role`` (system, user, assistant) and ``content``."""
+from specdec.errors import PromptError
+from specdec.template import ChatTemplate, Message, Rendered, flattened
+from specdec.tree import common_length
 
-
-class PromptError(ValueError):
-    """A prompt that cannot be used; the message names the culprit and the remedy."""
+__all__ = ["Message", "Prompt", "PromptError", "encode", "fair_share"]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """``token_ids`` to continue; ``trimmed`` counts the oldest chat messages left out so that it fits the context.
 
-    ``common``: the first tokens that hold nothing private, the chat template's own and the system prompt.
+    Of a chat also: ``ends``, the tokens that end a turn besides those of the model's generation config; ``opened``, the
+    reasoning tag (such as ``<think>``) that the chat template has opened at the prompt's end, else empty (the reply to such
+    a prompt has the closing tag only: whoever shows it puts ``opened`` in front); and ``common``, how many of the first tokens
+    hold nothing private: those of the template and of the system prompt.
     """
 
     token_ids: tuple[int, ...]
     trimmed: int = 0
     common: int = 0
+    ends: frozenset[int] = frozenset()
+    opened: str = ""
 
 
 def fair_share(max_new_tokens: int | None, context: int) -> int:
@@ -54,7 +58,7 @@ def encode(
         _check_text(prompt)
         encoded = Prompt(tuple(tokenizer(prompt)["input_ids"]))
     elif isinstance(prompt, Sequence) and isinstance(next(iter(prompt), None), Mapping):
-        encoded = _encode_chat(tokenizer, list(cast(Sequence[Message], prompt)), limit - reserve)
+        encoded = _encode_chat(tokenizer, cast(Sequence[Message], prompt), limit - reserve)
     else:
         encoded = Prompt(_token_ids(prompt))
     if not encoded.token_ids:
@@ -83,29 +87,29 @@ def _check_text(text: str) -> None:
         raise PromptError(f"the prompt holds half a character ({half!r}, a lone surrogate): leave it out") from error
 
 
-def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[Message], room: int) -> Prompt:
-    if tokenizer.chat_template is None:
-        raise PromptError(
-            f"{tokenizer.name_or_path} has no chat template: it is not a chat model. Use an instruct model, or pass plain text."
-        )
+def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], room: int) -> Prompt:
+    template = ChatTemplate(tokenizer)
     for message in messages:
         if not (isinstance(message, Mapping) and {"role", "content"} <= message.keys()):
             raise PromptError(f'a chat message needs "role" and "content": {str(message)[:80]}')
-        for value in message.values():
-            if isinstance(value, str):
-                _check_text(value)
-    system = messages[:1] if messages[0]["role"] == "system" else []
-    rest = messages[len(system) :]
+    chat = [flattened(message) for message in messages]
+    for text in (value for message in chat for value in message.values() if isinstance(value, str)):
+        _check_text(text)
+    system = chat[:1] if chat[0]["role"] == "system" else []
+    rest = chat[len(system) :]
 
-    def encoded(start: int) -> tuple[int, ...]:
-        try:
-            return tuple(tokenizer.apply_chat_template(system + rest[start:], add_generation_prompt=True, return_dict=False))
-        except (TemplateError, TypeError) as error:  # the latter from a template that adds texts to what is none
-            raise PromptError(f"the chat template of {tokenizer.name_or_path} refuses these messages: {error}") from error
+    def rendered(start: int) -> Rendered:
+        return template.render(system + rest[start:])
 
-    token_ids = encoded(0)
-    if len(token_ids) <= room or len(rest) <= 1:
-        return Prompt(token_ids)
-    starts = [*(i for i, message in enumerate(rest) if i > 0 and message["role"] == "user"), len(rest) - 1]
-    fits = bisect_left(starts, True, hi=len(starts) - 1, key=lambda start: len(encoded(start)) <= room)
-    return Prompt(encoded(starts[fits]), starts[fits])
+    kept, trimmed = rendered(0), 0
+    if len(kept.token_ids) > room and len(rest) > 1:
+        starts = [*(i for i, message in enumerate(rest) if i > 0 and message["role"] == "user"), len(rest) - 1]
+        fits = bisect_left(starts, True, hi=len(starts) - 1, key=lambda start: len(rendered(start).token_ids) <= room)
+        kept, trimmed = rendered(starts[fits]), starts[fits]
+    return Prompt(kept.token_ids, trimmed, _common(template, system, kept.token_ids), template.ends, kept.opened)
+
+
+def _common(template: ChatTemplate, system: list[Message], token_ids: tuple[int, ...]) -> int:
+    """How many of ``token_ids`` come before anything that the user says: what other questions to the same system begin with."""
+    probes = [template.render([*system, {"role": "user", "content": letter}]).token_ids for letter in "ab"]
+    return min(common_length(np.array(token_ids), np.array(probe)) for probe in probes)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import inf
 from numbers import Integral, Real
 from types import UnionType
@@ -26,9 +29,27 @@ from specdec.sampling import FrequencyPenaltyProcessor, PresencePenaltyProcessor
 Decoding = Literal["tree", "linear", "plain"]
 Budget = int | Literal["auto"]
 
+log = logging.getLogger(__name__)
+
 MAX_BUDGET = 64
 """The most nodes besides the root that one pass verifies."""
-_NEUTRAL = {
+NEUTRAL: dict[str, Any] = {
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), 1.0),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
+    **dict.fromkeys(("remove_invalid_values", "renormalize_logits", "do_sample"), False),
+    **dict.fromkeys(("sequence_bias", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id")),
+    **dict.fromkeys(("forced_eos_token_id", "exponential_decay_length_penalty", "watermarking_config", "stop_strings")),
+    "max_time": None,
+    **dict.fromkeys(("temperature", "top_p", "typical_p"), 1.0),
+    **dict.fromkeys(("top_k", "min_p", "epsilon_cutoff", "eta_cutoff"), 0),
+    "top_h": None,
+}
+"""Settings of a generation config that change what a reply says, and the values with which they change nothing."""
+_COLDEST = 1e-6
+"""The least temperature at which a reply is sampled: below, only ties could be drawn, and logits overflow."""
+_SAMPLING = {"temperature", "top_p", "typical_p", "top_k", "min_p", "epsilon_cutoff", "eta_cutoff", "top_h"}
+"""Those of them that act on sampled replies only."""
+_UNSUPPORTED = {
     "num_beams": 1,
     "num_return_sequences": 1,
     "guidance_scale": 1,
@@ -79,6 +100,7 @@ _KINDS = {
     "prediction": _Kind(lambda value: isinstance(value, str) or _is_token_ids(value), "a text or a list of token ids"),
     "cancelled": _Kind(callable, "a function"),
     "generation_config": _Kind(lambda value: isinstance(value, GenerationConfig), "a GenerationConfig of transformers"),
+    "streamer": _Kind(lambda value: hasattr(value, "put") and hasattr(value, "end"), "a streamer of transformers"),
     "do_sample": _Kind(lambda value: isinstance(value, bool), "True or False"),
     "stop_strings": _some(str, "a text or a list of texts"),
     "eos_token_id": _some(Integral | torch.Tensor, "a token id or a list of them"),
@@ -88,10 +110,8 @@ _KINDS = {
         ("min_new_tokens", "min_length", "top_k", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
         _number(Integral, "a whole number, at least 0", 0),
     ),
-    **dict.fromkeys(
-        ("temperature", "repetition_penalty", "encoder_repetition_penalty", "max_time"),
-        _number(Real, "a number, at least 0", 0),
-    ),
+    "temperature": _number(Real, "a finite number, at least 0", 0, torch.finfo(torch.float32).max),
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "max_time"), _number(Real, "a number, at least 0", 0)),
     **dict.fromkeys(
         ("top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"), _number(Real, "a number from 0 to 1", 0, 1)
     ),
@@ -121,6 +141,8 @@ class Request:
     cancelled: Callable[[], bool]
     owner: Hashable
     """Whose text it is: see `specdec.conversation.Text`."""
+    streamer: Any
+    """A streamer of transformers, or None."""
 
 
 def resolve(
@@ -142,6 +164,7 @@ def resolve(
     logits_processor: LogitsProcessorList | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
     generation_config: GenerationConfig | None = None,
+    streamer: Any = None,
     **generation: Any,
 ) -> Request:
     """Check the arguments of `SpeculativeEngine.stream`. Raises RequestError or PromptError."""
@@ -153,21 +176,16 @@ def resolve(
         "logits_processor": logits_processor,
         "stopping_criteria": stopping_criteria,
         "generation_config": generation_config,
+        "streamer": streamer,
         **getattr(generation_config, "__dict__", {}),
         **generation,
     }
     _check(needed | {name: value for name, value in optional.items() if value is not None})
-    try:
-        config, unknown = model._prepare_generation_config(generation_config, **generation)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise RequestError(first_line(error)) from error
-    if unknown:
-        raise RequestError(f"unknown argument {', '.join(sorted(unknown))}; arguments are those of transformers' generate")
-    for name, neutral in _NEUTRAL.items():
-        if getattr(config, name, None) not in (None, neutral):
-            raise RequestError(
-                f"{name}={getattr(config, name)} is not supported: the engine decodes one sequence, greedily or by sampling"
-            )
+    for name, neutral in _UNSUPPORTED.items():
+        given = generation.get(name, getattr(generation_config, name, None))
+        if given not in (None, neutral):
+            raise RequestError(f"{name}={given} is not supported: the engine decodes one sequence, greedily or by sampling")
+    config = _merged(model, generation_config, generation)
 
     encoded = encode(tokenizer, prompt, context_limit - 1, fair_share(config.max_new_tokens, context_limit))
     length, vocab_size = len(encoded.token_ids), model.config.get_text_config(decoder=True).vocab_size
@@ -189,6 +207,9 @@ def resolve(
     if max(expected, default=0) >= vocab_size:
         raise RequestError(f"prediction holds a token id outside the model's vocabulary of {vocab_size} tokens")
 
+    if generation.get("eos_token_id") is None and getattr(generation_config, "eos_token_id", None) is None:
+        ends = config.eos_token_id if isinstance(config.eos_token_id, list | tuple) else [config.eos_token_id]
+        config.eos_token_id = sorted({end for end in (*ends, *encoded.ends) if end is not None and end < vocab_size}) or None
     own = LogitsProcessorList(logits_processor or [])
     if presence_penalty:  # like every penalty before temperature, top-k and top-p
         own.append(PresencePenaltyProcessor(presence_penalty, length))
@@ -227,7 +248,56 @@ def resolve(
         prediction=expected,
         cancelled=cancelled,
         owner=owner,
+        streamer=streamer,
     )
+
+
+def acting_settings(model: PreTrainedModel, **arguments: Any) -> dict[str, Any]:
+    """The settings of ``model``'s generation config that change a reply asked for with ``arguments``, by name.
+
+    Each can be overridden: pass another value for it, or its value in `NEUTRAL`, with which it changes nothing.
+    Raises RequestError.
+    """
+    given = {name: value for name, value in arguments.items() if name in NEUTRAL}
+    config = _merged(model, None, given)
+    return {
+        name: value
+        for name, neutral in NEUTRAL.items()
+        if name not in given
+        and (config.do_sample or name not in _SAMPLING)
+        and (value := getattr(config, name, None)) not in (None, neutral)
+    }
+
+
+def ignored_settings(model: PreTrainedModel) -> dict[str, Any]:
+    """The settings of ``model``'s generation config that ask for another kind of decoding; replies leave them out."""
+    config = model.generation_config
+    return {
+        name: value for name, neutral in _UNSUPPORTED.items() if (value := getattr(config, name, None)) not in (None, neutral)
+    }
+
+
+def _merged(model: PreTrainedModel, generation_config: GenerationConfig | None, arguments: dict[str, Any]) -> GenerationConfig:
+    """What the caller asks for, then ``generation_config``, then the model's own, as in generate. Raises RequestError."""
+    if ignored := ignored_settings(model):
+        _notify(" and ".join(f"{name}={value}" for name, value in ignored.items()), model.name_or_path or type(model).__name__)
+        model, own = copy.copy(model), copy.deepcopy(model.generation_config)
+        for name in ignored:
+            setattr(own, name, _UNSUPPORTED[name])
+        model.generation_config = own
+    try:
+        config, unknown = model._prepare_generation_config(generation_config, **arguments)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise RequestError(first_line(error)) from error
+    if unknown:
+        raise RequestError(f"unknown argument {', '.join(sorted(unknown))}; arguments are those of transformers' generate")
+    config.do_sample = bool(config.do_sample and (config.temperature is None or config.temperature >= _COLDEST))
+    return config
+
+
+@cache
+def _notify(settings: str, name: str) -> None:
+    log.warning("%s in the generation config of %s is left out: the engine decodes one sequence.", settings, name)
 
 
 def _check(arguments: dict[str, Any]) -> None:

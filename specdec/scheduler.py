@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from specdec.accept import Verdict, accept
-from specdec.conversation import LEAST_SHARED, Conversation, ConversationBusyError, Prefixes, common_length
+from specdec.conversation import LEAST_SHARED, Conversation, ConversationBusyError, Prefixes
 from specdec.cost import PassCost
 from specdec.devices import dtype_name, give_back_memory
 from specdec.errors import NotANumberError, first_line, is_out_of_memory
@@ -27,10 +27,10 @@ from specdec.request import MAX_BUDGET, Request
 from specdec.sampling import NO_TOKEN
 from specdec.sequence import Reading
 from specdec.sequence import Sequence as Running
-from specdec.speculators import Proposal
+from specdec.speculators import DraftRequest
 from specdec.step import Step, Timings
 from specdec.target import PREFILL_CHUNK, Cancelled, Span, TargetModel
-from specdec.tree import TokenTree
+from specdec.tree import TokenTree, common_length
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -154,18 +154,17 @@ class Scheduler:
             return []
         readers = [turn for turn in turns if turn.sequence.unread]
         drafts = [turn for turn in turns if not turn.sequence.unread]
-        drafts = self._each(drafts, lambda turn: self._draft(turn, len(drafts)))
+        drafts = self._each(drafts, lambda turn: self._draft(turn, len(drafts) - 1))
         self._share_width(drafts)
         self._take_chunks(readers, sum(len(turn.tree) for turn in drafts))
         return drafts + readers
 
     def _admit(self, turn: Turn) -> None:
         """Let the reading of a prompt begin, from what is cached of it; what is cancelled by then has no step."""
-        sequence = turn.sequence
+        sequence, _ = turn.sequence, self.cost  # measured, where it is not yet, before anybody's clock begins
         if sequence.passes == 0 and sequence.request.cancelled():
             raise Cancelled
         if sequence.begun is None and not self._is_read_by_another(sequence):
-            _ = self.cost  # measured, where it is not yet, before the first prompt is read
             sequence.begun = time.perf_counter()
             sequence.reused = self.prefixes.begin(sequence.chat.text, sequence.request.prompt.token_ids[:-1])
             if not sequence.unread:
@@ -185,8 +184,8 @@ class Scheduler:
                 return True
         return False
 
-    def _draft(self, turn: Turn, company: int) -> None:
-        """The tree to verify: within the budget, the context, and the tokens still wanted."""
+    def _draft(self, turn: Turn, others: int) -> None:
+        """The tree to verify beside ``others``: within the budget, the context, and the tokens still wanted."""
         sequence, request, chat = turn.sequence, turn.sequence.request, turn.sequence.chat
         if request.decoding == "plain":
             return
@@ -197,9 +196,15 @@ class Scheduler:
         elif budget <= 0:
             turn.note = "draft inactive: the node budget is 0"
         else:
-            branches = 1 if request.decoding == "linear" else None
-            worth = self.cost.worth if request.budget == "auto" and company == 1 else None
-            proposal: Proposal = chat.speculator.propose(budget, branches, worth)
+            draft = DraftRequest(
+                budget,
+                branches=1 if request.decoding == "linear" else None,
+                depth=sequence.remaining - 1,
+                ends=request.eos_token_ids,
+                worth=self.cost.worth(others) if request.budget == "auto" else None,
+                others=others,
+            )
+            proposal = chat.speculator.propose(draft)
             if not proposal.tree.follows(sequence.root, budget, self.target.vocab_size):
                 turn.note = "draft inactive: what the speculator proposed is no tree for this text"
                 return
@@ -262,7 +267,7 @@ class Scheduler:
         if turn.reads:
             return
         sequence = turn.sequence
-        turn.verdict = accept(turn.tree, turn.reading.choose)
+        turn.verdict = accept(turn.tree, turn.reading.choose, sequence.request.eos_token_ids)
         if turn.verdict.next_token == NO_TOKEN:
             dtype = dtype_name(self.target.model.dtype)
             remedy = "get its weights again, or choose another --model" if dtype == "float32" else "use --dtype float32"

@@ -20,7 +20,7 @@ class Stats:
     accepted: int = 0
     """Drafted tokens that were emitted."""
     expected: float = 0.0
-    """Tokens the speculator expected its trees to give: sum of path probabilities, the root's 1 included."""
+    """Tokens the speculator expected of these passes (`Step.expected_tokens`), to be compared with ``tokens``."""
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     """Draft + verify + accept + commit, over all passes."""
@@ -31,14 +31,14 @@ class Stats:
 
     def add(self, step: Step) -> None:
         """Fold one step in."""
-        tree, emitted = step.tree, len(step.token_ids)
+        emitted = len(step.token_ids)
         if step.index == 0:
             self.first_token_seconds = step.timings.prefill + step.timings.decode
         self.passes += 1
         self.tokens += emitted
-        self.drafted += len(tree) - 1
+        self.drafted += len(step.tree) - 1
         self.accepted += min(emitted, len(step.verdict.path) - 1)
-        self.expected += 1.0 if tree.scores is None else float(tree.scores.sum())
+        self.expected += step.expected_tokens
         self.prefill_seconds += step.timings.prefill
         self.decode_seconds += step.timings.decode
         self.plain_seconds += emitted * step.plain_seconds
@@ -50,7 +50,7 @@ class Stats:
 
     @property
     def expected_tokens_per_pass(self) -> float:
-        """What the speculator's scores predicted for `tokens_per_pass`."""
+        """The speculator's forecast of `tokens_per_pass`, over the same passes."""
         return self.expected / self.passes if self.passes else 0.0
 
     @property

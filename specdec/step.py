@@ -97,6 +97,17 @@ class Step:
     note: str | None = None
     sequences: int = 1
 
+    @property
+    def expected_tokens(self) -> float:
+        """How many tokens the speculator expected the pass to give; the actual number is ``len(token_ids)``.
+
+        The two count the same tokens: the speculator knows which ids end the reply and how many tokens it may have, and drafts
+        nothing beyond. It does not know about stop strings and stopping criteria: where one of them cuts the accepted path,
+        tokens behind the cut are not expected either.
+        """
+        cut = len(self.token_ids) < len(self.verdict.path)
+        return self.tree.expected_tokens(len(self.token_ids) if cut else None)
+
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists, numbers and strings; field names as in the dataclasses. ``logprobs`` are left out."""
         tree, target = self.tree, self.target

@@ -11,9 +11,11 @@ from collections.abc import Callable
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from specdec.errors import PromptError
 from specdec.folders import model_file, studied_file
 from specdec.speculators.vocabulary import ChatFrame, Vocabulary
 from specdec.target import TargetModel
+from specdec.template import ChatTemplate
 
 log = logging.getLogger(__name__)
 
@@ -76,14 +78,15 @@ def load_vocabulary(model: PreTrainedModel) -> Vocabulary:
 
 def chat_frame(tokenizer: PreTrainedTokenizerBase) -> ChatFrame | None:
     """The chat template of ``tokenizer``, cut where a message goes; None where there is none or it cannot be cut."""
-    if tokenizer.chat_template is None:
-        return None
     messages = [
         {"role": "user", "content": _QUESTION},
         {"role": "assistant", "content": _REPLY},
         {"role": "user", "content": _QUESTION},
     ]
-    text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    try:
+        text = ChatTemplate(tokenizer).text(messages)
+    except PromptError:
+        return None
     head, _, rest = text.partition(_QUESTION)
     to_reply, _, rest = rest.partition(_REPLY)
     to_question, found, _ = rest.partition(_QUESTION)

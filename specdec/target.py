@@ -26,11 +26,12 @@ from specdec.cost import WIDTHS, PassCost
 from specdec.devices import free_bytes, give_back_memory, gpu_is_lent
 from specdec.errors import MemoryFullError, first_line, is_out_of_memory
 from specdec.logits import argmax, top_tokens
-from specdec.packing import PackedWeights, state
+from specdec.packing import PackedWeights
 from specdec.speculators import TopK
 from specdec.static import BUCKETS, PADDING, StaticPass, bucket
 from specdec.transfer import synchronize, to_device
 from specdec.tree import TokenTree
+from specdec.weights import states
 
 PREFILL_CHUNK = 512
 """Prompt tokens per prefill pass: bounds memory and the wait for a cancellation."""
@@ -44,6 +45,8 @@ _SPREAD = 7919
 """A prime that takes small numbers all over the vocabulary, for its first tokens are special and answered chaotically."""
 _TOO_FAR = 0.15
 """Share of its size by which a node's logits differ if its mask is ignored; bfloat16's rounding was seen to make 0.06."""
+_SHARED = 0.005
+"""The same share where one text's logits change with another text beside it; in float32 it was 0, and from 0.012 on if so."""
 
 _REMEDY = "Use a model whose layers all have full attention, such as Llama, Qwen2/3, OLMo 2 or GPT-2."
 
@@ -97,7 +100,7 @@ class TargetModel:
             static = _is_static(self.device, self._shapes)
         self.draws_at_once: bool = static or cuda
         """Whether the device works while the host goes on, so that a step should wait for it once."""
-        self._weights, self._edition = self._weight_states(), 0
+        self._weights, self._edition = states(model), 0
         self._static: StaticPass | None = None
         if static:
             home = self._home(cuda)
@@ -105,6 +108,7 @@ class TargetModel:
                 self._forward, home, self.vocab_size, model.dtype, cuda, lambda text: self.progress(text, None)
             )
         try:
+            self._require_independent_rows()
             self._require_tree_attention()
         except (TypeError, ValueError, RuntimeError) as error:
             if is_out_of_memory(error):
@@ -130,19 +134,16 @@ class TargetModel:
         return self._static is not None and self._static.prepared
 
     def edition(self) -> int:
-        """Another number once a weight was changed or exchanged, as `specdec.packing.state` sees it (0.4 ms for 300).
+        """Another number once a weight was changed or an adapter switched, as `specdec.weights.states` sees it.
 
         Passes that were captured with other weights are dropped.
         """
-        weights = self._weight_states()
+        weights = states(self.model)
         if weights != self._weights:
             self._weights, self._edition = weights, self._edition + 1
             if self._static is not None:
                 self._static.drop_graphs()
         return self._edition
-
-    def _weight_states(self) -> list[tuple[int, int]]:
-        return [state(weight) for weight in self.model.parameters()]
 
     @contextmanager
     def memory_guard(self) -> Iterator[None]:
@@ -346,6 +347,18 @@ class TargetModel:
         """The logits [B, V] float32 after the last of ``token_ids`` [B, T]."""
         return self._forward(token_ids, cache, positions, rows=torch.tensor([token_ids.shape[1] - 1]))[:, 0].float()
 
+    def _require_independent_rows(self) -> None:
+        """Refuse a model of which a text's logits change with another text in the batch: so they would in a tree."""
+        text, other = ([_SPREAD * token % self.vocab_size for token in range(start, start + 8)] for start in (2, 30))
+        with torch.inference_mode():
+            alone, beside = (self._last(torch.tensor([text, second], device=self.device))[0] for second in (text, other))
+        limit = _SHARED if self.model.dtype == torch.float32 else _TOO_FAR
+        if (alone - beside).norm() > limit * (alone - alone.mean()).norm():
+            raise UnsupportedModelError(
+                f"{self.name} gives a token other logits if others are computed beside it, as dynamic quantisation does, whose "
+                "scale all rows share: use weights in float32 or bfloat16, or quantised weights only."
+            )
+
     def _require_tree_attention(self) -> None:
         """Verify a small tree and compare with its branches decoded one by one: no wrong text, from any architecture."""
         span = self._sample(6)
@@ -433,6 +446,11 @@ def _require_full_attention(model: PreTrainedModel, context_limit: int) -> None:
     if getattr(model, "_is_stateful", False):
         raise UnsupportedModelError(
             f"{name} keeps a recurrent state, which cannot branch; a token tree cannot be verified. {_REMEDY}"
+        )
+    attention = str(model.config._attn_implementation)
+    if attention.startswith(("flex", "flash")):
+        raise UnsupportedModelError(
+            f"{name} attends by {attention}, which takes no 4-D mask: call its set_attn_implementation('sdpa') first."
         )
     if model.training:
         raise UnsupportedModelError(f"{name} is in training mode, where dropout makes it random: call its eval() first.")

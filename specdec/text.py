@@ -15,7 +15,8 @@ class Detokenizer:
     """Incremental decoding of one reply.
 
     A token's text depends on its neighbours (byte-fallback tokens, leading spaces), so each piece is the difference of two
-    decodes that share the same few tokens of left context.
+    decodes that share the same few tokens of left context. What that context begins with may lose its leading space, so it
+    always has a text of its own: special tokens, which are skipped, would leave the loss to the word after them.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int]) -> None:
@@ -32,7 +33,9 @@ class Detokenizer:
         pending = len(self._ids) - self._done
         if after.endswith(_REPLACEMENT) and pending < _MAX_PENDING:
             return ""
-        self._context, self._done = self._done, len(self._ids)
+        if len(after) > len(before):
+            self._context = self._done
+        self._done = len(self._ids)
         return after[len(before) :]
 
     def flush(self) -> str:

@@ -69,6 +69,15 @@ class TokenTree:
             depths[node] = depths[self.parents[node]] + 1
         return depths
 
+    def expected_tokens(self, most: int | None = None) -> float:
+        """How many tokens a pass over the tree will emit by its scores; of which at most ``most`` count. Without scores: 1.
+
+        One token is the target's own, and every node that is accepted adds one: the expectation is the sum of the scores.
+        """
+        if self.scores is None:
+            return 1.0
+        return float((self.scores if most is None else self.scores[self.depths() < most]).sum())
+
     def ancestor_mask(self) -> NDArray[np.bool_]:
         """[N, N]: row i is True at i's ancestors and at i itself; what node i may attend to within the tree."""
         if self.is_chain:
@@ -126,3 +135,10 @@ class TokenTree:
         for name, array in (("scores", self.scores), ("sources", self.sources)):
             if array is not None and array.shape != (size,):
                 raise ValueError(f"{name} must hold one value per node")
+
+
+def common_length(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
+    """How many tokens two texts share from the start."""
+    shorter = min(len(a), len(b))
+    differs = np.flatnonzero(a[:shorter] != b[:shorter])
+    return int(differs[0]) if len(differs) else shorter

@@ -13,14 +13,17 @@ import torch
 from toys import ARCHITECTURES, replay_passes, tiny_engine, tiny_model, tokenizer
 
 from specdec.benchmark import __main__ as benchmark
-from specdec.benchmark import cost
+from specdec.benchmark import cost, traces
 from specdec.benchmark.asking import Asked, Session, chat_prompt, copied_share, difference
 from specdec.benchmark.lanes import LANES, STATIC, Answer
 from specdec.benchmark.questions import Question, QuestionsError, load_questions
-from specdec.benchmark.report import Difference, Sample, fold, table
+from specdec.benchmark.report import Difference, Sample, fold, forecast_error, table
 from specdec.engine import SpeculativeEngine
 from specdec.loading import LoadError
+from specdec.speculators import TopK
+from specdec.speculators.hybrid import HybridSpeculator
 from specdec.speculators.mixer import WEIGHTS_SHAPE
+from specdec.speculators.replay import Trace
 
 SMALL = ["--runs", "1", "--max-new-tokens", "12", "--max-prompt-tokens", "120", "--budget", "8"]
 SUMMARY = {"geomean", "std", "ci95"}
@@ -127,6 +130,39 @@ def test_where_a_text_leaves_plains_is_told_with_the_targets_margin() -> None:
     assert folded["lanes"]["tree"]["identical"] == 1, "of two questions, one differs in one of its turns"
     assert "in 1 turn" in table(folded)
     assert "at token 7 (0.125)" in table(folded)
+
+
+def test_a_forecast_is_compared_by_step_and_by_reply_with_what_was_given() -> None:
+    figures = forecast_error([(11.0, 10), (90.0, 100)])
+    assert figures == pytest.approx({"by_step": -9 / 110, "by_reply": 0.0, "standard_error": 0.1})
+    figures = forecast_error([(2.0, 1), (0.0, 0)])
+    assert figures == {"by_step": 1.0, "by_reply": 1.0, "standard_error": 0.0}, "a reply without a token tells nothing"
+    assert forecast_error([]) == dict.fromkeys(figures, 0.0)
+
+
+def test_each_half_is_scored_with_weights_that_were_fitted_to_the_other_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    top = TopK(np.zeros((2, 1), np.int32), np.zeros((2, 1), np.float32))
+    recorded = [Trace(chat, "a", np.array([1]), np.array([2, 3]), top, 4, frozenset()) for chat in (0, 0, 2, 4)]
+    fitted: list[list[int]] = []
+
+    def prior(part: list[Trace], *_: Any) -> np.ndarray:
+        fitted.append([trace.conversation for trace in part])
+        return np.full(WEIGHTS_SHAPE, len(fitted), np.float32)
+
+    monkeypatch.setattr(traces, "prior", prior)
+    groups = traces.halves(recorded, 9, None, lambda what, share: None)
+    assert [[trace.conversation for trace in group.traces] for group in groups] == [[0, 0, 4], [2]]
+    assert fitted == [[2], [0, 0, 4]]
+    for number, group in enumerate(groups, start=1):
+        assert (group.memory().weights == number).all()
+        assert (group.speculator(None)._mixer_weights() == number).all()  # type: ignore[attr-defined]
+
+
+def test_replies_without_a_token_give_no_figure_and_no_error() -> None:
+    trace = Trace(0, "a", np.array([1, 2]), np.zeros(0, np.int64), TopK(*np.zeros((2, 1, 1), np.float32)), 4, frozenset())
+    figures = traces.by_budget([traces.Group([trace], lambda memory: HybridSpeculator(memory=memory))], lambda: None)
+    assert figures["warm"]["8"]["tokens_per_pass"] == figures["warm"]["8"]["draft_seconds_per_pass"] == 0
+    assert "| warm" in traces.budget_table(figures)
 
 
 def test_only_runs_of_five_tokens_and_more_count_as_copied() -> None:
@@ -259,19 +295,22 @@ def test_an_interruption_before_the_first_question_says_so(
 def test_recorded_replies_are_replayed_and_fitted_without_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    traces, report, weights = (str(tmp_path / name) for name in ("traces.npz", "report.json", "prior.npy"))
-    assert main(monkeypatch, *SMALL, "--limit", "3", "--decodings", "tree", "--json", report, "--record", traces) == 0
+    recorded, report, weights = (str(tmp_path / name) for name in ("traces.npz", "report.json", "prior.npy"))
+    assert main(monkeypatch, *SMALL, "--limit", "3", "--decodings", "tree", "--json", report, "--record", recorded) == 0
     live = json.loads(Path(report).read_text())
     monkeypatch.setattr(benchmark, "SpeculativeEngine", None)
     page = tmp_path / "page.html"
-    assert main(monkeypatch, "--replay", traces, "--json", report, "--fit", weights, "--html", str(page)) == 0
+    assert main(monkeypatch, "--replay", recorded, "--json", report, "--fit", weights, "--html", str(page)) == 0
     replayed = json.loads(Path(report).read_text())
+    for memory, budgets in replayed["held_out"].items():
+        assert [figures["tokens"] for figures in budgets.values()] == [live["lanes"]["tree"]["tokens"]] * len(budgets)
+        assert budgets["32"]["forecast_error"] != replayed["by_budget"][memory]["32"]["forecast_error"], "other weights"
     for budget, figures in replayed["by_budget"]["warm"].items():
         assert figures["passes"] == pytest.approx(live["by_budget"]["warm"][budget]["passes"], rel=0.1)
     assert "tok/pass" in capsys.readouterr().out
     assert "by node budget" in page.read_text()
     assert np.load(weights).shape == WEIGHTS_SHAPE
-    assert main(monkeypatch, "--replay", traces, "--categories", "poetry") == 1
+    assert main(monkeypatch, "--replay", recorded, "--categories", "poetry") == 1
     assert "poetry" in capsys.readouterr().err
     assert main(monkeypatch, "--replay", "/nowhere.npz") == 1
     assert "cannot read /nowhere.npz" in capsys.readouterr().err

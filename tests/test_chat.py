@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
 import time
@@ -17,7 +18,7 @@ import torch
 from browser import served
 from gradio_client import Client
 from gradio_client.exceptions import AppError
-from toys import ARCHITECTURES, count_what_is_read, replay_passes, tiny_engine, tiny_model, tokenizer
+from toys import ARCHITECTURES, TEMPLATE, count_what_is_read, replay_passes, tiny_engine, tiny_model, tokenizer
 
 from specdec.audit import Audit
 from specdec.cost import PassCost
@@ -100,6 +101,21 @@ def test_a_reply_is_the_engines_and_its_footer_the_stats(handlers: ChatHandlers)
     assert "tok/s" in chat.messages[1].footer
     assert "plain" in chat.messages[1].footer
     assert frames[-1][0][1]["content"][0]["text"] == inert(chat.messages[1].text)
+
+
+def test_reasoning_that_the_template_opens_is_folded() -> None:
+    own = copy.deepcopy(tokenizer())
+    own.chat_template = TEMPLATE.replace("<|assistant|>", "<|assistant|><think>\n")
+    handlers = ChatHandlers(SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), own))
+    frames = send(handlers, QUESTION)
+    reasoning, *_ = frames[-1][0][1:]
+    assert reasoning["metadata"]["title"] == "Reasoning"
+    reply = handlers.tabs.chat("tab").messages[1].text
+    assert reply.startswith("<think>\n")
+    assert reply.count("<think>") == 1
+    assert inert(reply.removeprefix("<think>\n").strip()) == reasoning["content"]
+    messages = [{"role": "user", "content": QUESTION}]
+    assert reply.removeprefix("<think>\n") == handlers.engine.generate(messages, **Settings.read(*VALUES).arguments())
 
 
 def test_the_second_turn_reads_only_what_is_new(handlers: ChatHandlers, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def test_where_nothing_is_worth_its_cost_no_larger_tree_pays(seconds: dict[int, 
     ended = 0
     for _ in range(300):
         scores = np.concatenate([[1], np.sort(rng.random(64) ** rng.integers(2, 9))[::-1]])
-        end = next((w for w in range(1, 65) if scores[w] < cost.worth[w] * scores[:w].sum()), 65)
+        end = next((w for w in range(1, 65) if scores[w] < cost.worth()[w] * scores[:w].sum()), 65)
         assert best_width(cost, scores) <= end
         ended += end < 65
     assert ended > 100

@@ -15,6 +15,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 from toys import (
     ARCHITECTURES,
     CONTEXT,
@@ -28,7 +30,8 @@ from toys import (
     tiny_model,
     tokenizer,
 )
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
+from transformers.generation.streamers import BaseStreamer
 
 from specdec.accept import Verdict
 from specdec.conversation import Conversation, ConversationBusyError
@@ -174,7 +177,7 @@ def test_law_3_what_is_no_tree_for_the_text_is_not_verified(how: str, monkeypatc
     plain = ids(list(engine.stream(PROMPT, decoding="plain", max_new_tokens=30)))
     chat = oracle(engine, plain)
     propose = chat.speculator.propose
-    monkeypatch.setattr(chat.speculator, "propose", lambda *arguments: Proposal(mangled(propose(*arguments).tree, how)))
+    monkeypatch.setattr(chat.speculator, "propose", lambda request: Proposal(mangled(propose(request).tree, how)))
     steps = list(engine.stream(PROMPT, conversation=chat, budget=8, max_new_tokens=30))
     assert ids(steps) == plain
     assert {len(step.tree) for step in steps} == {1}
@@ -241,6 +244,27 @@ def test_law_5_every_stop_holds_in_the_middle_of_an_accepted_path(cut: int) -> N
         prompt = tokenizer()(PROMPT)["input_ids"]
         assert chat.token_ids == (prompt + plain[:length])[:-1], "nothing after the stop is cached, nor the last token"
         assert chat.cache.length == len(chat.token_ids)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_law_5_no_processor_sees_a_text_behind_an_end_token(sampled: bool, path: str) -> None:
+    engine = tiny_engine(path=path)
+    arguments: dict[str, Any] = {"max_new_tokens": 40, "do_sample": sampled}
+    end = ids(list(engine.stream(PROMPT, decoding="plain", **arguments)))[25]
+    first = len(tokenizer()(PROMPT)["input_ids"])
+
+    def matcher(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        assert end not in input_ids[0, first:].tolist(), "the text has ended"
+        return scores
+
+    arguments |= {"eos_token_id": end, "logits_processor": LogitsProcessorList([matcher])}
+    plain = ids(list(engine.stream(PROMPT, decoding="plain", **arguments)))
+    assert plain[-1] == end
+    steps = list(engine.stream(PROMPT, conversation=oracle(engine, plain, honesty=1.0), budget=40, **arguments))
+    assert ids(steps) == plain
+    assert steps[-1].finish_reason == "eos"
+    assert steps[-1].tree.token_ids[steps[-1].verdict.path[-1]] == end, "the end was drafted and accepted"
 
 
 @pytest.mark.parametrize("decoding", DECODINGS)
@@ -349,6 +373,44 @@ def test_law_6_weights_that_changed_are_read_anew(path: str) -> None:
         before = after
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_law_6_adapters_that_were_switched_are_read_anew(path: str) -> None:
+    def lora(seed: int) -> LoraConfig:
+        torch.manual_seed(seed)
+        return LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+
+    model = get_peft_model(tiny_model(ARCHITECTURES["llama"]), lora(1), "one")
+    model.add_adapter("two", lora(2))
+    model.set_adapter("two")
+    engine = SpeculativeEngine(model.eval(), tokenizer(), static=path == "replayed")
+    if path == "replayed":
+        replay_passes(engine.target)
+    chat, prompt = engine.conversation(), tokenizer()(PROMPT)["input_ids"]
+
+    def scale() -> None:
+        for module in model.modules():
+            if isinstance(module, LoraLayer):
+                module.set_scale("two", 0.25)
+
+    seen = []
+    switches = [
+        lambda: None,
+        model.disable_adapter_layers,
+        model.enable_adapter_layers,
+        lambda: model.set_adapter("one"),
+        scale,
+    ]
+    for switch in [*switches, lambda: model.set_adapter("two")]:
+        switch()
+        reply = ids(list(engine.stream(prompt, conversation=chat, max_new_tokens=20)))
+        assert reply == ids(list(engine.stream(prompt, max_new_tokens=20)))
+        assert reply == transformers_greedy(engine, prompt, max_new_tokens=20)
+        seen.append(reply)
+    with_two, without, with_two_again, with_one, with_one_still, with_two_scaled = map(tuple, seen)
+    assert (with_two, with_one) == (with_two_again, with_one_still)
+    assert len({with_two, without, with_one, with_two_scaled}) == 4
+
+
 def test_a_conversation_of_another_engine_is_refused() -> None:
     with pytest.raises(RequestError, match="of another engine"):
         tiny_engine("llama").stream(PROMPT, conversation=tiny_engine("gpt2").conversation())
@@ -446,3 +508,37 @@ def test_a_second_turn_prefills_only_what_is_new(monkeypatch: pytest.MonkeyPatch
     read.clear()
     list(engine.stream(messages, conversation=chat, max_new_tokens=5))
     assert not read, "regenerating rewinds; nothing is computed twice"
+
+
+@pytest.mark.parametrize("decoding", DECODINGS)
+def test_a_streamer_hears_what_it_would_hear_of_generate(decoding: str) -> None:
+    class Heard(BaseStreamer):
+        def __init__(self) -> None:
+            self.told: list[Any] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.told.append(value.tolist())
+
+        def end(self) -> None:
+            self.told.append("end")
+
+    engine, theirs, ours, stopped = tiny_engine(), Heard(), Heard(), Heard()
+    transformers_greedy(engine, tokenizer()(PROMPT)["input_ids"], max_new_tokens=20, streamer=theirs)
+    text = engine.generate(PROMPT, max_new_tokens=20, decoding=decoding, streamer=ours)
+    assert ours.told == theirs.told
+    assert len(ours.told) == 22
+    stream = engine.stream(PROMPT, max_new_tokens=20, decoding=decoding, streamer=stopped)
+    next(stream)
+    stream.close()
+    assert stopped.told[-1] == "end"
+    printed = TextIteratorStreamer(tokenizer(), skip_prompt=True)
+    engine.generate(PROMPT, max_new_tokens=20, decoding=decoding, streamer=printed)
+    assert "".join(printed) == text
+
+
+def test_a_streamers_end_comes_even_where_a_reply_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, printed = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer()), TextIteratorStreamer(tokenizer())
+    monkeypatch.setattr(engine.target, "run", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.generate(PROMPT, streamer=printed)
+    assert "".join(printed) == PROMPT

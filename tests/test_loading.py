@@ -9,15 +9,18 @@ import subprocess
 import sys
 import weakref
 import zipfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import file_digest
 from importlib.util import find_spec
 from pathlib import Path
 
-import gguf
 import pytest
 import torch
-from toys import tiny_engine
+from accelerate import dispatch_model
+from ggufs import WORDS, write_gguf
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from toys import ARCHITECTURES, tiny_engine, tiny_model, tokenizer
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -30,14 +33,15 @@ from transformers import (
 )
 
 from specdec import devices, embedded, loading
+from specdec.attention import FOLDED, folded
 from specdec.embedded import EMBEDDED_NAME
 from specdec.engine import SpeculativeEngine
 from specdec.errors import MemoryFullError
+from specdec.folders import model_file
 from specdec.loading import LoadedModel, LoadError, load
-from specdec.target import TargetModel
+from specdec.target import TargetModel, UnsupportedModelError
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
-WORDS = ["<unk>", "<s>", "</s>", *map(chr, range(ord("a"), ord("z") + 1)), "ab", "cd", "abcd"]
 
 
 @pytest.fixture(scope="module")
@@ -66,39 +70,7 @@ def tiny() -> LlamaForCausalLM:
 def tiny_gguf(tiny: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model as llama.cpp would write it, its largest weights in blocks of 8 bits."""
     file = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
-    config = tiny.config
-    writer = gguf.GGUFWriter(file, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(WORDS)
-    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(WORDS) - 3))
-    writer.add_token_merges(["a b", "c d", "ab cd"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, weight in tiny.state_dict().items():
-        stem, suffix = name.rsplit(".", 1)
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(stem.rsplit(".", 1)[-1])
-        if heads:  # llama.cpp keeps the two halves of a rotary pair side by side
-            weight = weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
-        data, kind = weight.numpy(), gguf.GGMLQuantizationType.F32
-        if "mlp" in name:
-            kind = gguf.GGMLQuantizationType.Q8_0
-            data = gguf.quants.quantize(data, kind)
-        writer.add_tensor(f"{names.get_name(stem)}.{suffix}", data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
+    return write_gguf(file, tiny, settings=lambda writer: writer.add_rope_freq_base(10000.0), quantised="mlp")
 
 
 @pytest.fixture
@@ -496,6 +468,10 @@ def test_a_missing_tokenizer_is_named(tiny: LlamaForCausalLM, tmp_path: Path) ->
         assert "tokenizer.json" in line
 
 
+def test_a_path_may_be_a_path(tiny_folder: Path) -> None:
+    assert load(tiny_folder, dtype="float32").name == "tiny-llama"
+
+
 def test_a_path_that_is_not_there_is_not_looked_up_on_the_hub(tmp_path: Path) -> None:
     for missing in (tmp_path / "none", "./none", "none.gguf", "~/none"):
         assert failure(missing) == f"{missing} does not exist: check the path given to --model."
@@ -507,6 +483,127 @@ def test_a_folder_or_file_of_another_kind_is_named(tiny_gguf: Path, tmp_path: Pa
     for name in ("a.gguf", "b.gguf"):
         shutil.copy(tiny_gguf, tmp_path / name)
     assert "holds 2 .gguf files: name one of them" in failure(tmp_path)
+
+
+# --- loaded models ----------------------------------------------------------------------------------------------------
+
+TEXT = "the cat sat on the mat. the cat sat"
+
+
+def said(model: torch.nn.Module) -> str:
+    return SpeculativeEngine(model, tokenizer()).generate(TEXT, max_new_tokens=12)
+
+
+def adapted(**settings: object) -> PeftModel:
+    """A toy model with a LoRA adapter that is not zero."""
+    torch.manual_seed(1)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False, **settings)
+    return get_peft_model(tiny_model(ARCHITECTURES["llama"]), lora).eval()
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, torch.nn.DataParallel], ids=["compiled", "data parallel"])
+def test_a_wrapper_that_computes_the_same_is_taken_off(wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> None:
+    model = tiny_model(ARCHITECTURES["llama"])
+    assert said(wrap(model)) == said(model)
+
+
+def test_a_model_that_is_compiled_in_place_is_not_compiled_for_every_shape_of_a_tree() -> None:
+    def compiler(*_: object) -> Callable[..., object]:
+        pytest.fail("it was compiled")
+
+    model = tiny_model(ARCHITECTURES["llama"])
+    expected = said(model)
+    model.compile(backend=compiler)
+    assert said(model) == expected
+    assert model._compiled_call_impl is not None, "the model itself is left alone"
+
+
+def test_an_adapter_within_the_models_layers_comes_along() -> None:
+    model = adapted()
+    reference = model.generate(**tokenizer()(TEXT, return_tensors="pt"), max_new_tokens=12, do_sample=False, pad_token_id=0)
+    text = said(model)
+    assert text == said(torch.compile(model)) == tokenizer().decode(reference[0], skip_special_tokens=True)[len(TEXT) :]
+    assert text != said(tiny_model(ARCHITECTURES["llama"]))
+
+
+def test_an_adapter_beside_the_models_layers_is_named() -> None:
+    prompted = get_peft_model(
+        tiny_model(ARCHITECTURES["llama"]), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    )
+    for model, kind in ((prompted, "PROMPT_TUNING"), (adapted(task_type="CAUSAL_LM", alora_invocation_tokens=[9]), "LORA")):
+        with pytest.raises(LoadError, match=rf"adapter of this PeftModelForCausalLM \({kind}\)"):
+            said(model)
+
+
+def test_another_wrapper_is_named() -> None:
+    class Wrapper(torch.nn.Module):
+        pass
+
+    with pytest.raises(LoadError, match="Wrapper is no model of transformers"):
+        said(Wrapper())
+
+
+def test_a_model_of_which_a_part_lies_on_disk_is_named(tmp_path: Path) -> None:
+    places = {
+        "model.embed_tokens": "cpu",
+        "model.layers": "disk",
+        "model.norm": "cpu",
+        "model.rotary_emb": "cpu",
+        "lm_head": "cpu",
+    }
+    model = dispatch_model(tiny_model(ARCHITECTURES["llama"]), places, main_device="cpu", offload_dir=str(tmp_path))
+    with pytest.raises(LoadError, match="A part of this LlamaForCausalLM lies on disk"):
+        said(model)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2"])
+def test_a_dynamically_quantised_model_is_refused_for_the_scale_that_its_rows_share(architecture: str) -> None:
+    model = tiny_model(ARCHITECTURES[architecture])
+    quantised = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(UnsupportedModelError, match=rf"{type(model).__name__} .* whose scale all rows share"):
+        said(quantised)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert said(tiny_model(ARCHITECTURES[architecture]).to(dtype))
+
+
+@pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2"])
+def test_an_attention_that_takes_no_mask_is_named(attention: str) -> None:
+    model = tiny_model(ARCHITECTURES["llama"])
+    expected = said(model)
+    model.config._attn_implementation_internal = attention
+    with pytest.raises(UnsupportedModelError, match=f"attends by {attention}.*set_attn_implementation"):
+        said(model)
+    model.set_attn_implementation("sdpa")
+    assert said(model) == expected
+
+
+def test_engines_over_one_model_leave_its_attention_as_it_was_however_their_passes_overlap() -> None:
+    model = tiny_model(ARCHITECTURES["llama"])
+    for first_leaves_first in (True, False):
+        first, second = folded(model), folded(model)
+        first.__enter__()
+        second.__enter__()
+        for one in (first, second) if first_leaves_first else (second, first):
+            assert model.config._attn_implementation == FOLDED, "a pass is still running"
+            one.__exit__(None, None, None)
+        assert model.config._attn_implementation == "sdpa"
+
+
+def test_fine_tunes_of_one_quantised_model_have_files_of_their_own() -> None:
+    class Quantised(torch.nn.Module):
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            packed = torch.randint(-(2**31), 2**31, (8, 8), dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
+            self.register_buffer("qweight", packed)
+            self.register_buffer("scratch", torch.rand(3), persistent=False)
+
+    def file(seed: int) -> str:
+        model = tiny_model(ARCHITECTURES["llama"])
+        model.model.layers[0].mlp.up_proj = Quantised(seed)
+        return model_file("memory", model).name
+
+    assert file(1) == file(1) != file(2)
 
 
 # --- the hub ---------------------------------------------------------------------------------------------------------

@@ -1,23 +1,35 @@
-"""The page never paces the engine, whoever is attached: nobody, a client, a drawing browser. ``-n 0 -s`` shows the figures."""
+"""The page never paces the engine, whoever is attached: nobody, a client, a drawing browser.
+
+What the engine's speed depends on is counted: it waits for nobody, batches are few, and no step is sent twice. The speed itself
+is measured by hand: ``pytest -n 0 -s -m measured tests/test_pace.py`` shows the figures.
+"""
 
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from threading import Semaphore
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from browser import launch_browser, served
 from gradio_client import Client
 from playwright.sync_api import sync_playwright
+from steps import random_steps, token_text
 
 from specdec.engine import SpeculativeEngine
 from specdec.step import Step
 from ui.page import build
+from ui.panel import REPEATS, PanelFeed
+from ui.pump import INTERVAL, Pump
 from ui.turns import ENGINE_THREAD, leave_a_core
 
 PROMPT = "Write a long text about the history of the lighthouse."
@@ -67,14 +79,51 @@ def drawing(url: str) -> None:
         page = browser.new_page(viewport={"width": 1440, "height": 900})
         page.goto(url)
         page.locator("#box textarea").fill(PROMPT)
-        page.wait_for_timeout(3000)  # the page has loaded and drawn its example
+        page.locator(".specdec .tree .node").first.wait_for()  # the page has loaded and drawn its example
         page.keyboard.press("Enter")
         page.locator("#box .stop-button").wait_for()
         page.locator("#box .submit-button").wait_for(timeout=120_000)
         browser.close()
 
 
-@pytest.mark.alone
+def test_the_page_takes_a_batch_an_interval_however_fast_the_engine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock of its own: handing out a batch takes 0.01 s, and the engine makes a step while the page waits."""
+    now, waited = 0.0, Semaphore(1)
+
+    def produce(put: Callable[[int], None]) -> None:
+        for number in range(20):
+            waited.acquire()
+            put(number)
+
+    def wait(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        waited.release()
+
+    monkeypatch.setattr("ui.pump.time", SimpleNamespace(monotonic=lambda: now, sleep=wait))
+    monkeypatch.setattr("ui.pump.PULSE", 60)  # no empty batches on a machine that is busy
+    moments, taken = [], []
+    for batch in Pump(produce).batches():
+        moments.append(now)
+        taken += batch
+        now += 0.01
+    assert taken == list(range(20))
+    assert np.diff(moments) == pytest.approx(INTERVAL)
+
+
+def test_a_step_is_sent_as_often_and_with_as_many_bytes_at_the_end_of_a_long_reply_as_at_its_start() -> None:
+    feed = PanelFeed({"name": "no model"}, {}, [], token_text)
+    feed.start()
+    payloads = [feed.steps([step]) for step in random_steps(400, nodes=12)]
+    sent = [
+        record["index"] for text in payloads for message in json.loads(text)["messages"] for record in message.get("steps", [])
+    ]
+    assert Counter(sent) == dict.fromkeys(range(399), REPEATS) | {399: 1}
+    early, late = (statistics.fmean(len(text.encode()) for text in part) for part in (payloads[:100], payloads[-100:]))
+    assert late < 1.1 * early
+
+
+@pytest.mark.measured
 def test_the_engine_keeps_its_pace_whoever_is_attached() -> None:
     ENGINE_THREAD.submit(leave_a_core).result()
     engine = ENGINE_THREAD.submit(SpeculativeEngine).result()

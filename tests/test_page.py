@@ -156,7 +156,7 @@ def test_a_reply_streams_and_its_tree_is_drawn(page: Page) -> None:
     assert page.locator(".specdec-host").evaluate("host => host.kept === true"), "the panel was mounted anew"
 
 
-@pytest.mark.alone
+@pytest.mark.measured
 def test_no_task_of_the_main_thread_is_long_while_a_reply_streams(page: Page) -> None:
     page.wait_for_function("window.Plotly")
     limit(page, 60)

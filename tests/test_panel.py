@@ -451,15 +451,18 @@ def test_the_speed_selector_sets_the_pace_and_whether_beats_are_told(page: Page)
     assert seconds() < quick
 
 
-@pytest.mark.alone
 def test_a_speed_that_was_chosen_before_the_first_step_counts(page: Page) -> None:
+    page.emulate_media(reduced_motion="no-preference")
     start, *steps, end = feed_payloads(9)
     receive(page, start)
     expect(page.locator(".equation")).to_have_text("Reading the prompt …")
     page.get_by_label("Speed").select_option("quick")
     receive(page, *steps, end)
+    expect(page.locator(".counter")).to_have_text("9 / 9")
+    watch_beats(page)
     page.get_by_label("Play", exact=True).click()
-    page.wait_for_function("panel.playback.playing && panel.playback.position >= 2", timeout=4000)  # beat by beat: after 6.4 s
+    page.wait_for_function("panel.playback.playing && panel.playback.position >= 2")
+    assert set(page.evaluate("beats")) <= {"settled"}, "it is not told beat by beat"
 
 
 def test_play_at_the_newest_step_of_a_streaming_reply_follows_it(page: Page) -> None:
@@ -574,7 +577,7 @@ def test_the_step_at_a_pause_and_the_end_of_a_reply_are_spoken(page: Page) -> No
     expect(spoken).to_have_text(f"Reply finished: {feed.recorder.stats.tokens} tokens in 4 passes.")
 
 
-@pytest.mark.alone
+@pytest.mark.measured
 def test_the_first_node_of_the_recorded_example_is_drawn_within_two_seconds(chromium: Browser, address: str) -> None:
     def milliseconds() -> float:
         page = chromium.new_page()
@@ -1262,11 +1265,16 @@ def test_code_in_a_lane_is_set_as_code_and_the_rest_as_prose(page: Page) -> None
     expect(lane).not_to_have_css("font-family", re.compile("monospace"))
 
 
-@pytest.mark.alone
 def test_a_race_without_motion_is_at_its_finish_at_once(page: Page) -> None:
     race(page, steps=200)
-    page.evaluate("document.querySelector('#lap').hidden = false")
-    expect(page.locator(".lane.home")).to_have_count(2, timeout=4000)
+    page.evaluate("""() => {
+        window.times = [];
+        const clock = document.querySelector(".race-clock");
+        new MutationObserver(() => times.push(clock.textContent)).observe(clock, { childList: true });
+        document.querySelector("#lap").hidden = false;
+    }""")
+    expect(page.locator(".lane.home")).to_have_count(2)
+    assert len(page.evaluate("times")) <= 1, "its clock does not run"
     expect(page.locator(".race-headline")).to_be_visible()
 
 
@@ -1276,7 +1284,21 @@ def test_nothing_sticks_out_on_a_phone(page: Page) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
-@pytest.mark.alone
+def test_however_many_steps_arrive_between_two_frames_one_is_drawn_and_nothing_is_mounted_anew(page: Page) -> None:
+    """What a step costs the main thread; how long its tasks are is measured by hand."""
+    start, *steps, _ = feed_payloads(200)
+    receive(page, start)
+    expect(page.locator(".equation")).to_have_text("Reading the prompt …")
+    before = page.evaluate("({ ...specdecPanel })")
+    receive(page, *steps)
+    expect(page.locator(".counter")).to_have_text("200 / 200")
+    after = page.evaluate("({ ...specdecPanel })")
+    done = {name: after[name] - before[name] for name in after}
+    assert (done["payloads"], done["drawnSteps"], done["mounts"]) == (200, 1, 0)
+    assert done["charts"] <= done["draws"]
+
+
+@pytest.mark.measured
 def test_two_thousand_steps_scrub_smoothly(page: Page) -> None:
     page.evaluate("trace => panel.receive(JSON.stringify({ trace, label: 'replay' }))", random_trace(2000, nodes=12))
     page.wait_for_timeout(3000)
@@ -1297,7 +1319,7 @@ def test_two_thousand_steps_scrub_smoothly(page: Page) -> None:
     assert 0 < least(longest_task) <= 100
 
 
-@pytest.mark.alone
+@pytest.mark.measured
 def test_a_live_reply_is_drawn_fast_enough_for_thirty_seconds(page: Page) -> None:
     page.wait_for_timeout(2000)
 

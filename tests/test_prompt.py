@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from toys import CONTEXT, VOCAB, tiny_engine, tokenizer
-from transformers import GenerationConfig
+from toys import ARCHITECTURES, CONTEXT, EOS, TEMPLATE, VOCAB, tiny_engine, tiny_model, tokenizer
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerFast
 
+from specdec.engine import SpeculativeEngine
 from specdec.prompt import Prompt, PromptError, encode, fair_share
-from specdec.request import RequestError
+from specdec.request import NEUTRAL, RequestError, acting_settings, ignored_settings
+from specdec.study import chat_frame
 
 
 def turns(count: int) -> list[dict[str, str]]:
@@ -49,6 +51,7 @@ def test_a_chat_leaves_its_reply_a_fair_share_of_the_context() -> None:
 
 def test_a_long_chat_is_tokenised_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
     chatty, calls = copy.deepcopy(tokenizer()), 0
+    encode(chatty, turns(1), 500)  # tries the template, once
     template = chatty.apply_chat_template
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -118,6 +121,232 @@ def test_an_empty_prompt_is_named(prompt: Any) -> None:
         tiny_engine().stream(prompt)
 
 
+# --- what templates take, each tried on the template itself --------------------------------------------------------------
+
+LOOP = TEMPLATE.replace("{{ m['content'] }}", "{% for p in m['content'] %}{{ p['text'] }}{% endfor %}")
+NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + TEMPLATE
+DROPS_SYSTEM = TEMPLATE.replace("<|{{", "{% if m['role'] != 'system' %}<|{{").replace("<|end|>", "<|end|>{% endif %}")
+ALTERNATING = (
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + TEMPLATE
+)
+
+
+def templated(template: Any) -> PreTrainedTokenizerFast:
+    own = copy.deepcopy(tokenizer())
+    own.chat_template = template
+    return own
+
+
+def rendered(template: str, *turns: tuple[str, Any]) -> str:
+    own = templated(template)
+    prompt = encode(own, [{"role": role, "content": content} for role, content in turns], 1000)
+    return str(own.decode(prompt.token_ids))
+
+
+def test_a_template_that_loops_over_parts_is_given_parts() -> None:
+    assert rendered(LOOP, ("system", "be brief"), ("user", "hi")) == "<|system|>be brief<|end|><|user|>hi<|end|><|assistant|>"
+
+
+def test_a_list_of_text_parts_is_joined_where_a_template_takes_texts() -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    for template in (TEMPLATE, LOOP):
+        assert rendered(template, ("user", parts)) == "<|user|>one two<|end|><|assistant|>"
+
+
+@pytest.mark.parametrize("part", [{"type": "image", "url": "x"}, {"type": "text"}, "text"])
+def test_a_part_that_is_no_text_is_named(part: Any) -> None:
+    with pytest.raises(PromptError, match=r"part of type .* cannot be read"):
+        rendered(TEMPLATE, ("user", [part]))
+
+
+def test_a_template_that_leaves_out_what_the_user_said_is_refused() -> None:
+    with pytest.raises(PromptError, match=r"leaves out what the user said \(hello\)"):
+        rendered("{{ messages[0]['role'] }}", ("user", "hello"))
+    with pytest.raises(PromptError, match=r"leaves out what the user said \(first\)"):
+        rendered("{{ messages[-1]['content'] }}", ("user", "first"), ("assistant", "a"), ("user", "second"))
+
+
+@pytest.mark.parametrize("template", [NO_SYSTEM, DROPS_SYSTEM], ids=["refuses", "drops"])
+def test_a_system_prompt_goes_in_front_of_the_first_question_where_a_template_has_no_system_role(template: str) -> None:
+    prompt = rendered(template, ("system", "be brief"), ("user", "hi"), ("assistant", "a"), ("user", "b"))
+    assert prompt == "<|user|>be brief\n\nhi<|end|><|assistant|>a<|end|><|user|>b<|end|><|assistant|>"
+
+
+def test_neighbours_of_one_role_become_one_message_where_a_template_demands_that_roles_alternate() -> None:
+    turns = [("system", "be brief"), ("user", "a"), ("user", "b"), ("assistant", "c"), ("user", "d")]
+    assert (
+        rendered(ALTERNATING, *turns) == "<|user|>be brief\n\na\n\nb<|end|><|assistant|>c<|end|><|user|>d<|end|><|assistant|>"
+    )
+    assert "<|user|>a<|end|><|user|>b<|end|>" in rendered(TEMPLATE, *turns), "left as they are where the template takes them"
+
+
+def test_a_trimmed_chat_is_brought_into_the_templates_form_too() -> None:
+    own = templated(ALTERNATING)
+    prompt = encode(own, turns(20), 120)
+    assert prompt.trimmed > 0
+    assert own.decode(prompt.token_ids).startswith("<|user|>be brief\n\nquestion")
+
+
+def test_several_named_templates_without_a_default_are_named() -> None:
+    with pytest.raises(PromptError, match=r"several chat templates \(rag, tool_use\) and no default"):
+        encode(templated({"rag": TEMPLATE, "tool_use": TEMPLATE}), turns(1), 100)
+    named = templated({"default": TEMPLATE, "tool_use": "{{ 1 }}"})
+    assert encode(named, turns(1), 500).token_ids == encode(tokenizer(), turns(1), 500).token_ids
+
+
+def test_a_template_that_is_studied_is_given_what_it_takes() -> None:
+    frame = chat_frame(tokenizer())
+    assert frame is not None
+    assert chat_frame(templated(LOOP)) == chat_frame(templated(ALTERNATING)) == frame
+    for unusable in (None, {"rag": TEMPLATE, "tool_use": TEMPLATE}, "{{ raise_exception('no') }}"):
+        assert chat_frame(templated(unusable)) is None
+
+
+def test_another_template_set_later_is_tried_anew() -> None:
+    own = templated(TEMPLATE)
+    encode(own, turns(1), 500)
+    own.chat_template = LOOP
+    assert "last question" in own.decode(encode(own, turns(1), 500).token_ids)
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant"])
+def test_what_is_spelled_like_a_special_token_stays_text(role: str) -> None:
+    spelled = tokenizer().encode("<|end|>", split_special_tokens=True)
+    other = [{"role": "user", "content": "hi"}] if role != "user" else []
+    token_ids = encode(tokenizer(), [{"role": role, "content": "What does <|end|> do?"}, *other], 500).token_ids
+    assert token_ids.count(EOS) == 1 + len(other), "only what the template writes ends a turn"
+    assert str(tuple(spelled))[1:-1] in str(token_ids)
+    assert "What does <|end|> do?" in tokenizer().decode(token_ids)
+
+
+def test_a_prompt_tells_that_its_template_opened_the_reasoning() -> None:
+    thinking = templated(TEMPLATE.replace("<|assistant|>", "<|assistant|><think>\n"))
+    assert encode(thinking, turns(1), 500).opened == "<think>\n"
+    assert encode(tokenizer(), turns(1), 500).opened == ""
+    closed = templated(TEMPLATE.replace("<|assistant|>", "<|assistant|><think>\n\n</think>\n\n"))
+    assert encode(closed, turns(1), 500).opened == ""
+
+
+# --- where a turn ends ---------------------------------------------------------------------------------------------------
+
+
+def says(engine: SpeculativeEngine, *token_ids: int) -> LogitsProcessorList:
+    """Make the model say ``token_ids`` after the prompt, whatever it is, then the same again."""
+
+    def forced(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        at = (input_ids.shape[1] - length) % len(token_ids)
+        return scores.index_fill(1, torch.tensor([token_ids[at]]), 1e9)
+
+    length = len(encode(engine.tokenizer, QUESTION, 500).token_ids)
+    return LogitsProcessorList([forced])
+
+
+QUESTION = [{"role": "user", "content": "hi"}]
+
+
+def test_a_chat_ends_at_the_end_of_turn_that_its_template_writes_and_at_the_tokenizers_end_token() -> None:
+    model = tiny_model(ARCHITECTURES["llama"])
+    model.generation_config.eos_token_id = VOCAB - 1
+    own = templated(TEMPLATE.replace("<|end|>", "<|system|>"))  # which is not its end token
+    turn_end, end = 1, EOS
+    engine = SpeculativeEngine(model, own)
+    for last in (turn_end, end, VOCAB - 1):
+        steps = list(engine.stream(QUESTION, max_new_tokens=20, logits_processor=says(engine, 9, 10, last)))
+        assert [token for step in steps for token in step.token_ids] == [9, 10, last]
+        assert steps[-1].finish_reason == "eos"
+    assert len(engine.generate(QUESTION, max_new_tokens=20, logits_processor=says(engine, 9), eos_token_id=VOCAB)) == 20
+    plain = engine.stream("hi", max_new_tokens=6, logits_processor=says(engine, end))
+    assert sum(len(step.token_ids) for step in plain) == 6, "a text is no chat"
+
+
+def test_min_new_tokens_holds_for_every_end_of_a_turn() -> None:
+    model = tiny_model(ARCHITECTURES["llama"])
+    model.generation_config.eos_token_id = VOCAB - 1
+    engine = SpeculativeEngine(model, tokenizer())
+    forced = {"sequence_bias": {(EOS,): 100.0}, "max_new_tokens": 20}
+    assert sum(len(step.token_ids) for step in engine.stream(QUESTION, **forced)) == 1
+    assert sum(len(step.token_ids) for step in engine.stream(QUESTION, min_new_tokens=7, **forced)) == 8
+
+
+def test_what_ends_one_of_several_messages_of_a_reply_does_not_end_the_reply() -> None:
+    channels = (
+        "{% for m in messages %}<|{{ m['role'] }}|>{% if m['role'] == 'assistant' %}final:{% endif %}{{ m['content'] }}"
+        "<|system|>{% endfor %}<|assistant|>"
+    )
+    assert encode(templated(channels), QUESTION, 500).ends == {EOS}
+    assert encode(templated(channels.replace("final:", "")), QUESTION, 500).ends == {EOS, 1}
+
+
+# --- what the model's generation config asks for -----------------------------------------------------------------------
+
+
+def configured(**settings: Any) -> SpeculativeEngine:
+    engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer())
+    for name, value in settings.items():
+        setattr(engine.model.generation_config, name, value)
+    return engine
+
+
+UNSUPPORTED = [
+    {"num_beams": 4},
+    {"num_beams": 4, "num_return_sequences": 2},
+    {"num_return_sequences": 3},
+    {"guidance_scale": 1.5},
+    {"penalty_alpha": 0.6},
+    {"dola_layers": "high"},
+]
+
+
+@pytest.mark.parametrize("settings", UNSUPPORTED, ids=lambda settings: "-".join(settings))
+def test_an_unsupported_setting_of_the_model_is_left_out_with_one_notice(
+    settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, engine = tiny_engine(), configured(**settings)
+    engine.model.name_or_path = f"a model with {' and '.join(settings)}"
+    for _ in range(2):
+        assert engine.generate(QUESTION, max_new_tokens=8) == plain.generate(QUESTION, max_new_tokens=8)
+    assert [all(name in record.getMessage() for name in settings) for record in caplog.records] == [True]
+    assert ignored_settings(engine.model) == settings
+    assert engine.model.generation_config.to_dict().items() >= settings.items(), "the model itself is left alone"
+    for name, value in settings.items():
+        with pytest.raises(RequestError, match=f"{name}={value}"):
+            engine.stream(QUESTION, **{name: value})
+        given = GenerationConfig()
+        setattr(given, name, value)
+        with pytest.raises(RequestError, match=name):
+            engine.stream(QUESTION, generation_config=given)
+
+
+def test_the_settings_of_the_model_that_act_are_told_and_can_be_overridden() -> None:
+    engine = configured(min_p=0.1, no_repeat_ngram_size=2, repetition_penalty=1.2, temperature=0.6, do_sample=True)
+    acting = acting_settings(engine.model)
+    assert acting.keys() == {"min_p", "no_repeat_ngram_size", "repetition_penalty", "temperature", "do_sample", "top_k"}
+    assert acting_settings(engine.model, do_sample=False).keys() == {"no_repeat_ngram_size", "repetition_penalty"}
+    page = {"do_sample": True, "temperature": 0.7, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "budget": 8, "seed": 3}
+    assert acting_settings(engine.model, **page) == {"min_p": 0.1, "no_repeat_ngram_size": 2}
+    overridden = page | {name: NEUTRAL[name] for name in acting_settings(engine.model, **page)}
+    assert acting_settings(engine.model, **overridden) == {}
+    assert engine.generate(QUESTION, max_new_tokens=20, **overridden) == tiny_engine().generate(
+        QUESTION, max_new_tokens=20, **page
+    )
+
+
+def test_every_neutral_value_changes_nothing() -> None:
+    engine = tiny_engine()
+    plain = engine.generate(QUESTION, max_new_tokens=20)
+    assert engine.generate(QUESTION, max_new_tokens=20, **NEUTRAL) == plain
+    sampled = {"do_sample": True, "seed": 5, "max_new_tokens": 20}
+    assert engine.generate(QUESTION, **NEUTRAL | sampled) == engine.generate(QUESTION, **sampled, top_k=0)
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, 1e-40])
+def test_temperature_0_is_greedy(temperature: float) -> None:
+    greedy = tiny_engine().generate(QUESTION, max_new_tokens=20)
+    assert tiny_engine().generate(QUESTION, max_new_tokens=20, do_sample=True, temperature=temperature) == greedy
+    assert configured(do_sample=True).generate(QUESTION, max_new_tokens=20, temperature=temperature) == greedy
+
+
 def test_a_model_without_a_chat_template_is_named() -> None:
     bare = copy.deepcopy(tokenizer())
     bare.chat_template = None
@@ -145,6 +374,7 @@ def test_a_model_without_a_chat_template_is_named() -> None:
         ({"max_new_tokens": True}, "max_new_tokens=True"),
         ({"temperature": "x"}, "temperature='x'"),
         ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": float("inf"), "suppress_tokens": [5], "do_sample": True}, "temperature=inf.*finite"),
         ({"top_p": "x"}, "top_p='x'"),
         ({"top_p": float("nan")}, "top_p=nan"),
         ({"top_k": "x"}, "top_k='x'"),
@@ -152,6 +382,7 @@ def test_a_model_without_a_chat_template_is_named() -> None:
         ({"stop_strings": 5}, "stop_strings=5"),
         ({"stop_strings": [5]}, r"stop_strings=\[5\]"),
         ({"eos_token_id": "x"}, "eos_token_id='x'"),
+        ({"streamer": print}, "streamer=.*a streamer of transformers"),
         ({"watermarking_config": 5}, "int"),
         ({"conversation": 5}, "conversation"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),

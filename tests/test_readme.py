@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.benchmark.__main__ import check, parser
+from specdec.benchmark import __main__ as benchmark
+from specdec.benchmark import cost
+from specdec.engine import SpeculativeEngine
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -24,11 +26,19 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-def test_the_python_examples_run() -> None:
+@pytest.fixture(scope="module")
+def engine() -> SpeculativeEngine:
+    """What ``SpeculativeEngine()`` gives: loaded once for all commands and examples."""
+    return SpeculativeEngine()
+
+
+def test_the_python_examples_run(
+    engine: SpeculativeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("specdec.engine.SpeculativeEngine", lambda: engine)
     for code in blocks("python"):
-        result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-        assert result.returncode == 0, result.stderr
-        assert "Paris" in result.stdout
+        exec(code, {})
+        assert "Paris" in capsys.readouterr().out
 
 
 def test_the_run_command_serves_the_page(unused_tcp_port: int) -> None:
@@ -55,23 +65,36 @@ def wait_for(address: str, server: subprocess.Popen[bytes], seconds: float = 120
     raise AssertionError(f"the server did not come up (exit code {server.poll()})")
 
 
-def test_the_benchmark_commands_run(tmp_path: Path) -> None:
+def test_the_benchmark_commands_run(
+    engine: SpeculativeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In their order: one may need what another wrote."""
+    monkeypatch.setattr(benchmark, "SpeculativeEngine", lambda *_, **__: engine)
+    for name, less in {"COPIED": 1 << 20, "ROUNDS": 1, "PASSES": 1, "STEPS": 4}.items():
+        monkeypatch.setattr(cost, name, less)
+    monkeypatch.chdir(ROOT)
     commands = [line for block in blocks("bash") for line in block.splitlines() if "specdec.benchmark" in line]
     assert commands
     for command in commands:
-        arguments = [re.sub(r"^\w+\.(json|html|npz|npy)$", rf"{tmp_path}/\g<0>", part) for part in command.split()[1:]]
+        program, *arguments = command.split()
+        assert program == ".venv/bin/python"
+        assert arguments[:2] == ["-m", "specdec.benchmark"]
+        arguments = [re.sub(r"^\w+\.(json|html|npz|npy)$", rf"{tmp_path}/\g<0>", part) for part in arguments[2:]]
         if "cuda" in arguments and not torch.cuda.is_available():
-            options = parser().parse_args(arguments[2:])
-            check(options)
+            options = benchmark.parser().parse_args(arguments)
+            benchmark.check(options)
             assert (ROOT / options.questions).is_file()
             continue
-        small = ["--limit", "1", "--runs", "1", "--max-new-tokens", "4"]
-        result = subprocess.run([sys.executable, *arguments, *small], cwd=ROOT, capture_output=True, text=True, check=False)
-        assert result.returncode == 0, result.stderr
-        assert (
-            "| warm" if "--replay" in arguments else "| plain" if "--random-weights" in arguments else "| tree"
-        ) in result.stdout
+        small = ["--limit", "1", "--runs", "1", "--max-new-tokens", "4", "--max-prompt-tokens", "60"]
+        monkeypatch.setattr(sys, "argv", ["benchmark", *arguments, *small])
+        assert benchmark.main() == 0
+        row = "| warm" if "--replay" in arguments else "| plain" if "--random-weights" in arguments else "| tree"
+        assert row in capsys.readouterr().out
+
+
+def test_the_benchmark_is_a_program() -> None:
+    command = [sys.executable, "-m", "specdec.benchmark", "--help"]
+    assert "--replay" in subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 def test_every_selection_of_gpu_tests_that_the_readme_runs_holds_some() -> None:
@@ -80,9 +103,7 @@ def test_every_selection_of_gpu_tests_that_the_readme_runs_holds_some() -> None:
     for command in commands:
         program, *arguments = shlex.split(command)
         assert program == ".venv/bin/pytest"
-        listing = [sys.executable, "-m", "pytest", *arguments, "--collect-only", "-q", "-p", "no:cacheprovider"]
-        result = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert result.returncode == 0, result.stdout
+        assert pytest.main([*arguments, "--collect-only", "-q", "-p", "no:cacheprovider"]) == pytest.ExitCode.OK
 
 
 def test_every_test_that_the_readme_names_exists() -> None:

@@ -352,3 +352,25 @@ def test_packed_logits_are_those_of_each_text_alone() -> None:
     assert [len(rows) for rows in together] == [3, 0, 2]
     for mine, reference in zip(together, apart, strict=True):
         torch.testing.assert_close(mine, reference, atol=1e-5, rtol=1e-5)
+
+
+def test_other_visitors_start_from_the_system_prompt_and_never_from_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine()
+    system = {"role": "system", "content": "You are a cat. " * 5}
+    said = "a secret that is long enough to be worth a copy"
+    chats = {who: [system, {"role": "user", "content": said}] for who in ("a", "b")}
+    first, second = (submit_and_finish(engine, messages, owner=who) for who, messages in chats.items())
+    other = submit_and_finish(engine, [system, {"role": "user", "content": "something else"}], owner="b")
+    assert first.reused == 0
+    assert second.reused == other.reused == first.request.prompt.common
+    assert (
+        tokenizer().decode(first.request.prompt.token_ids[: second.reused]) == f"<|system|>{system['content']}<|end|><|user|>"
+    )
+    for who in chats:
+        engine.scheduler.prefixes.forget(owner=who)
+
+
+def submit_and_finish(engine: SpeculativeEngine, prompt: Any, **arguments: Any) -> Sequence:
+    sequence = submit(engine, prompt, max_new_tokens=3, **arguments)
+    finish(engine, [sequence])
+    return sequence

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from specdec.speculators import Proposal, Speculator, TopK
+from specdec.speculators import DraftRequest, Proposal, Speculator, TopK, mixer
 from specdec.speculators.evidence import empty_evidence, tally_text
 from specdec.speculators.hybrid import HybridSpeculator
 from specdec.speculators.memory import Memory, Remembered
+from specdec.speculators.mixer import WEIGHTS_SHAPE
 from specdec.speculators.ngram import NGramSpeculator
+from specdec.speculators.storage import load_arrays, save_arrays
 from specdec.speculators.vocabulary import ChatFrame, Vocabulary
 from specdec.tree import TokenTree
 
@@ -60,7 +62,7 @@ def advance(speculator: Speculator, budget: int, reply: Sequence[int], seed: int
     """Passes over ``reply`` with greedy acceptance against it."""
     position = 0
     while position < len(reply):
-        tree = speculator.propose(budget).tree
+        tree = speculator.propose(DraftRequest(budget)).tree
         children, path = tree.children(), [0]
         while position + len(path) - 1 < len(reply):
             following = children[path[-1]].get(reply[position + len(path) - 1])
@@ -90,19 +92,49 @@ class TestTrees:
         ):
             top = view(len(prompt) - 1, seed) if speculator.top_k else None
             speculator.begin(prompt, top, 0)
-            check(speculator.propose(budget), budget, prompt[-1])
+            check(speculator.propose(DraftRequest(budget)), budget, prompt[-1])
             advance(speculator, budget, reply, seed)
-            proposal = speculator.propose(budget)
+            proposal = speculator.propose(DraftRequest(budget))
             check(proposal, budget, reply[-1])
             assert max(proposal.tree.depths()) <= speculator.gamma
             assert proposal.match_length <= speculator.n
+
+    @relaxed
+    @given(texts, texts, budgets, st.integers(0, 30), st.frozensets(st.integers(-1, VOCAB)), st.integers(0, 1000))
+    def test_nothing_is_drafted_that_the_pass_could_not_emit(
+        self,
+        vocabulary: Vocabulary,
+        prompt: list[int],
+        reply: list[int],
+        budget: int,
+        depth: int,
+        ends: frozenset[int],
+        seed: int,
+    ) -> None:
+        """Not deeper than asked for, nor behind a token that ends the reply; nor that token, which the target emits itself."""
+        speculator = HybridSpeculator(vocab_size=VOCAB, vocabulary=vocabulary)
+        speculator.begin(prompt, view(len(prompt) - 1, seed), 0)
+        advance(speculator, budget, reply, seed)
+        proposal = speculator.propose(DraftRequest(budget, depth=depth, ends=ends))
+        check(proposal, budget, (prompt + reply)[-1])
+        assert max(proposal.tree.depths()) <= depth
+        assert ends.isdisjoint(proposal.tree.token_ids[1:].tolist())
+
+    def test_the_budget_goes_to_what_the_pass_can_emit(self) -> None:
+        """The end token 0 follows a copied sentence; without it and what comes behind it, another branch gets its nodes."""
+        speculator = NGramSpeculator(vocab_size=VOCAB)
+        speculator.begin([*[5, 6, 7, 0, 8, 9, 10, 11, 5, 6, 4, 3, 2, 1] * 3, 5], None, 0)
+        unaware = speculator.propose(DraftRequest(6)).tree
+        assert unaware.token_ids.tolist() == [5, 6, 7, 0, 8, 9, 10]
+        aware = speculator.propose(DraftRequest(6, ends=frozenset({0}))).tree
+        assert aware.token_ids.tolist() == [5, 6, 7, 4, 3, 2, 1]
 
     @relaxed
     @given(texts, budgets)
     def test_one_branch_is_a_chain(self, prompt: list[int], budget: int) -> None:
         speculator = NGramSpeculator(vocab_size=VOCAB)
         speculator.begin(prompt, None, 0)
-        tree = speculator.propose(budget, branches=1).tree
+        tree = speculator.propose(DraftRequest(budget, branches=1)).tree
         assert tree.parents.tolist() == list(range(-1, len(tree) - 1))
 
     @relaxed
@@ -110,14 +142,14 @@ class TestTrees:
     def test_budget_zero_is_the_root_alone(self, prompt: list[int]) -> None:
         speculator = NGramSpeculator(vocab_size=VOCAB)
         speculator.begin(prompt, None, 0)
-        assert speculator.propose(0).tree.token_ids.tolist() == [prompt[-1]]
+        assert speculator.propose(DraftRequest(0)).tree.token_ids.tolist() == [prompt[-1]]
 
     @relaxed
     @given(texts, st.integers(1, 20))
     def test_a_smaller_budget_is_a_prefix(self, prompt: list[int], budget: int) -> None:
         speculator = NGramSpeculator(vocab_size=VOCAB)
         speculator.begin(prompt, None, 0)
-        small, large = speculator.propose(budget).tree, speculator.propose(budget + 10).tree
+        small, large = speculator.propose(DraftRequest(budget)).tree, speculator.propose(DraftRequest(budget + 10)).tree
         assert np.array_equal(large.prefix(budget + 1).token_ids, small.token_ids)
 
 
@@ -129,7 +161,7 @@ class TestContext:
         grown.begin(prompt, None, 0)
         advance(grown, 8, reply)
         fresh.begin(prompt + reply, None, 0)
-        assert same(grown.propose(32), fresh.propose(32))
+        assert same(grown.propose(DraftRequest(32)), fresh.propose(DraftRequest(32)))
 
     @relaxed
     @given(texts, texts, texts)
@@ -139,13 +171,13 @@ class TestContext:
         advance(rewound, 8, reply)
         rewound.begin(prompt + other, None, 0)
         fresh.begin(prompt + other, None, 0)
-        assert same(rewound.propose(32), fresh.propose(32))
+        assert same(rewound.propose(DraftRequest(32)), fresh.propose(DraftRequest(32)))
 
     def test_a_repeated_text_is_continued(self) -> None:
         text = np.random.default_rng(0).permutation(200).tolist()
         speculator = NGramSpeculator(vocab_size=200)
         speculator.begin(text + text[:20], None, 0)
-        proposal = speculator.propose(8)
+        proposal = speculator.propose(DraftRequest(8))
         assert proposal.match_length == 16
         assert proposal.tree.token_ids.tolist()[1:4] == text[20:23]
 
@@ -153,7 +185,7 @@ class TestContext:
         text = np.random.default_rng(0).permutation(200).tolist()
         speculator = NGramSpeculator(n=3, gamma=2, vocab_size=200)
         speculator.begin(text + text[:20], None, 0)
-        proposal = speculator.propose(32)
+        proposal = speculator.propose(DraftRequest(32))
         assert proposal.match_length == 3
         assert max(proposal.tree.depths()) == 2
 
@@ -164,7 +196,7 @@ class TestContext:
 
     def test_nothing_to_continue(self) -> None:
         with pytest.raises(ValueError, match="begin"):
-            NGramSpeculator().propose(4)
+            NGramSpeculator().propose(DraftRequest(4))
 
 
 class TestHostile:
@@ -187,14 +219,14 @@ class TestHostile:
         for top in (wild, view(len(parents), seed), view(40, seed), None):
             speculator.observe(tree, path, emitted, top)
         speculator.begin([1, 2, 1, 2, 1], None, 0)
-        check(speculator.propose(16), 16, 1)
+        check(speculator.propose(DraftRequest(16)), 16, 1)
         advance(speculator, 16, [2, 1, 3, 1, 2])
-        check(speculator.propose(16), 16, 2)
+        check(speculator.propose(DraftRequest(16)), 16, 2)
 
     def test_ids_outside_the_vocabulary_are_never_proposed(self) -> None:
         speculator = NGramSpeculator(vocab_size=VOCAB)
         speculator.begin([1, 2, 99, 1, 2, -3, 1, 2], None, 0)
-        assert set(speculator.propose(16).tree.token_ids.tolist()) <= {1, 2}
+        assert set(speculator.propose(DraftRequest(16)).tree.token_ids.tolist()) <= {1, 2}
 
 
 class TestLearning:
@@ -202,12 +234,12 @@ class TestLearning:
         """Context says 1 2 -> 3, the target never agrees: the estimate falls."""
         speculator = HybridSpeculator(vocab_size=VOCAB, learning_rate=0.01)
         speculator.begin([1, 2, 3] * 5 + [1, 2], None, 0)
-        before = speculator.propose(1).tree
+        before = speculator.propose(DraftRequest(1)).tree
         for wrong in (4, 5, 6, 7, 8, 9, 10, 4, 5, 6, 7, 8):
             speculator.begin([1, 2, 3] * 5 + [1, 2], None, 0)
             speculator.observe(TokenTree.root(2), [0], [wrong], None)
         speculator.begin([1, 2, 3] * 5 + [1, 2], None, 0)
-        after = speculator.propose(1).tree
+        after = speculator.propose(DraftRequest(1)).tree
         assert before.scores is not None
         assert after.scores is not None
         assert after.scores[1] < before.scores[1]
@@ -219,14 +251,14 @@ class TestLearning:
         top = TopK(np.array([[4], [7]], np.int32), np.log(np.array([[0.9], [0.9]], np.float32)))
         speculator.observe(tree, [0], [4], top)  # 5 was rejected, yet what follows it is known now
         speculator.observe(TokenTree.root(4), [0], [5], None)
-        assert 7 in speculator.propose(8).tree.token_ids
+        assert 7 in speculator.propose(DraftRequest(8)).tree.token_ids
 
     def test_memory_outlives_the_conversation(self) -> None:
         memory = Memory(megabytes=1)
         for expected in (False, True):
             speculator = HybridSpeculator(vocab_size=VOCAB, memory=memory, recycling=False)
             speculator.begin([1, 2, 3], None, 0)
-            assert (4 in speculator.propose(8).tree.token_ids) is expected
+            assert (4 in speculator.propose(DraftRequest(8)).tree.token_ids) is expected
             advance(speculator, 8, [4, 5, 6])
 
     def test_a_memory_of_nothing_but_this_conversation_changes_no_proposal(self) -> None:
@@ -235,7 +267,7 @@ class TestLearning:
         for speculator in speculators:
             speculator.begin(text[:100], view(99, 1), 0)
             advance(speculator, 8, text[100:], seed=3)
-        assert same(*(speculator.propose(24) for speculator in speculators))
+        assert same(*(speculator.propose(DraftRequest(24)) for speculator in speculators))
 
 
 class TestMemory:
@@ -255,7 +287,7 @@ class TestMemory:
         for store in (memory, loaded):
             reader = HybridSpeculator(vocab_size=VOCAB, memory=store)
             reader.begin([1, 2, 3], None, 0)
-            proposals.append(reader.propose(24))
+            proposals.append(reader.propose(DraftRequest(24)))
             store.wipe()
             assert (len(store), store.replies) == (0, [])
         assert same(*proposals)
@@ -280,7 +312,7 @@ class TestMemory:
         assert memory.nbytes == size
         speculator = HybridSpeculator(vocab_size=50_000, memory=memory)
         speculator.begin([7, 8, 9], None, 0)
-        assert 10 in speculator.propose(8).tree.token_ids
+        assert 10 in speculator.propose(DraftRequest(8)).tree.token_ids
 
     def test_too_small(self) -> None:
         with pytest.raises(ValueError, match="megabyte"):
@@ -330,7 +362,7 @@ class TestVocabulary:
         assert resumed.rounds == 2
         speculator = HybridSpeculator(vocab_size=VOCAB, vocabulary=resumed)
         speculator.begin([4, 5], None, 0)
-        assert speculator.propose(8).tree.token_ids.tolist()[1] == 6
+        assert speculator.propose(DraftRequest(8)).tree.token_ids.tolist()[1] == 6
 
     def test_a_stopped_round_is_done_again(self) -> None:
         table = Vocabulary(keys=1 << 10)
@@ -342,19 +374,67 @@ class TestVocabulary:
         with pytest.raises(ValueError, match=r"v\.npz"):
             Vocabulary.load(tmp_path / "v.npz")
 
+    @pytest.mark.parametrize(
+        ("array", "change"),
+        [
+            ("logits.keys", lambda keys: np.stack([keys, keys], axis=1)),
+            ("logits.keys", lambda keys: keys.astype(np.float64)),
+            ("logits.tokens", lambda tokens: tokens[:, :7]),
+            ("logits.tokens", lambda tokens: tokens * np.nan),
+            ("logits.shares", lambda shares: -shares),
+            ("logits.seen", lambda seen: -seen),
+            ("logits.seen", lambda seen: seen * 1j),
+            ("done", lambda done: -1 - done),
+            ("done", lambda done: np.append(done, 1)),
+        ],
+    )
+    def test_an_array_of_another_shape_or_kind_is_refused(
+        self, tmp_path: Path, array: str, change: Callable[[np.ndarray], np.ndarray]
+    ) -> None:
+        """Compiled code reads the arrays without checking bounds."""
+        table = Vocabulary(keys=16)
+        table.study(np.array([1, 2]), view(2, 0), 0)
+        table.save(tmp_path / "v.npz")
+        arrays = load_arrays(tmp_path / "v.npz")
+        assert Vocabulary.load(tmp_path / "v.npz").logits.clock[0] > 0
+        save_arrays(tmp_path / "v.npz", {**arrays, array: change(arrays[array])})
+        with pytest.raises(ValueError, match=r"v\.npz"):
+            Vocabulary.load(tmp_path / "v.npz")
+
+
+class TestPrior:
+    @pytest.mark.parametrize(
+        "weights",
+        [np.zeros((3, 16), np.float32), np.zeros(WEIGHTS_SHAPE, np.int32), np.full(WEIGHTS_SHAPE, np.nan, np.float32)],
+    )
+    def test_weights_of_another_shape_or_kind_are_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: np.ndarray
+    ) -> None:
+        np.save(tmp_path / "prior.npy", weights)
+        monkeypatch.setattr(mixer, "PRIOR", tmp_path / "prior.npy")
+        with pytest.raises(ValueError, match=r"prior\.npy"):
+            HybridSpeculator()
+
+
+@pytest.mark.parametrize("logprobs", [np.zeros((3, 4), np.float32), np.zeros(3, np.float32)])
+def test_a_view_has_a_log_probability_for_each_token(logprobs: np.ndarray) -> None:
+    with pytest.raises(ValueError, match="logprobs"):
+        TopK(np.zeros((3, 8), np.int32), logprobs)
+
 
 class TestCost:
+    @pytest.mark.measured
     def test_does_not_grow_with_the_context(self) -> None:
         """A hundred times the context costs at most four times the proposal (measured: about the same)."""
         seconds = []
         for size in (500, 50_000):
             speculator = NGramSpeculator(vocab_size=1000)
             speculator.begin(np.random.default_rng(0).zipf(1.3, size).clip(0, 999).tolist(), None, 0)
-            speculator.propose(64)
+            speculator.propose(DraftRequest(64))
             runs = []
             for _ in range(15):
                 start = time.perf_counter()
-                speculator.propose(64)
+                speculator.propose(DraftRequest(64))
                 runs.append(time.perf_counter() - start)
             seconds.append(min(runs))
         assert seconds[1] < 4 * seconds[0] + 0.001

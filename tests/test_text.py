@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from itertools import chain
+
+import pytest
+from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 from toys import tiny_engine, tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from specdec.text import Detokenizer, SpecialText, StopStrings, token_texts
 
@@ -20,6 +25,41 @@ def test_pieces_add_up_to_the_text_and_no_character_comes_in_parts(text: str) ->
     assert "".join(pieces) + detokenizer.flush() == text
     if "\ufffd" not in text:
         assert not any("\ufffd" in piece for piece in pieces)
+
+
+def sentence_pieces(decoder: decoders.Decoder) -> PreTrainedTokenizerFast:
+    """Words that begin with a space, which the decoder takes from the first of them; bytes in pairs."""
+    pieces = ["<unk>", "<s>", "</s>", "▁", "▁▁", "▁Hello", "▁world", "ly", "!", "<0xC3>", "<0xA9>"]
+    backend = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], byte_fallback=True))
+    backend.decoder = decoder
+    backend.add_special_tokens(["<s>", "</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+PARTS = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+SENTENCE_PIECES = {
+    "strip": sentence_pieces(decoders.Sequence([*PARTS, decoders.Strip(" ", 1, 0)])),
+    "metaspace, always": sentence_pieces(decoders.Metaspace(prepend_scheme="always")),
+    "metaspace, first": sentence_pieces(decoders.Metaspace(prepend_scheme="first")),
+    "metaspace, never": sentence_pieces(decoders.Metaspace(prepend_scheme="never")),
+    "word pieces": sentence_pieces(decoders.WordPiece()),
+}
+UNITS = st.lists(st.sampled_from([(1,), (2,), (3,), (4,), (5,), (6,), (7,), (8,), (9, 10)]), max_size=12)
+
+
+@pytest.mark.parametrize("name", SENTENCE_PIECES)
+@given(before=UNITS, reply=UNITS)
+@example(before=[], reply=[(5,), (2,), (6,)])
+@example(before=[(5,), (1,)], reply=[(6,)])
+@example(before=[], reply=[(3,), (1,), (5,)])
+def test_pieces_add_up_to_the_whole_decode_whatever_is_skipped_between(
+    name: str, before: list[tuple[int, ...]], reply: list[tuple[int, ...]]
+) -> None:
+    own, context, token_ids = SENTENCE_PIECES[name], list(chain(*before)), list(chain(*reply))
+    detokenizer = Detokenizer(own, context)
+    pieces = [detokenizer.add(token_id) for token_id in token_ids]
+    whole, known = (own.decode(ids, skip_special_tokens=True) for ids in (context + token_ids, context))
+    assert known + "".join(pieces) + detokenizer.flush() == whole
 
 
 def test_half_a_character_at_the_end_of_a_reply_is_shown_as_such() -> None:

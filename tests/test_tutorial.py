@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import torch
 from test_laws import ids, oracle
@@ -17,6 +16,7 @@ from transformers import LogitsProcessorList
 from specdec.accept import accept
 from specdec.engine import SpeculativeEngine
 from specdec.sampling import Sampler
+from specdec.speculators import DraftRequest, Proposal
 from specdec.tree import TokenTree
 
 PROMPT = "one two three one two"
@@ -71,11 +71,11 @@ def test_a_deterministic_branch_is_kept_with_the_targets_probability_whatever_th
     plain = ids(list(engine.stream(PROMPT, decoding="plain", **arguments)))
 
     class Boastful(OracleSpeculator):
-        def propose(self, budget: int, branches: int | None = None, worth: Any = None):
-            proposal = super().propose(budget, branches, worth)
+        def propose(self, request: DraftRequest) -> Proposal:
+            proposal = super().propose(request)
             tree = proposal.tree
             scores = torch.full((len(tree),), 1.0).numpy()  # sure of everything
-            return type(proposal)(TokenTree(tree.token_ids, tree.parents, scores))
+            return Proposal(TokenTree(tree.token_ids, tree.parents, scores))
 
     chat = engine.conversation()
     chat.speculator = Boastful(plain, seed=3, honesty=0.3)

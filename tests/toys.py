@@ -29,7 +29,7 @@ from transformers import (
 
 from specdec.engine import SpeculativeEngine
 from specdec.sequence import Sequence as Running
-from specdec.speculators import Proposal, TopK
+from specdec.speculators import DraftRequest, Proposal, TopK
 from specdec.static import StaticPass
 from specdec.target import TargetModel
 from specdec.tree import TokenTree
@@ -177,15 +177,15 @@ class OracleSpeculator:
     def begin(self, token_ids: Sequence[int], top: TopK | None, start: int) -> None:
         self.root, self.done = token_ids[-1], 0
 
-    def propose(self, budget: int, branches: int | None = None, worth: Any = None) -> Proposal:
+    def propose(self, request: DraftRequest) -> Proposal:
         tokens, parents, true_node = [self.root], [-1], 0
-        for depth in range(budget):
-            if len(tokens) > budget:
+        for depth in range(request.budget):
+            if len(tokens) > request.budget:
                 break
             coming = self.future[self.done + depth : self.done + depth + 1]
             honest = bool(coming) and self.random.random() < self.honesty and true_node >= 0
-            parent = true_node if honest or branches == 1 else int(self.random.integers(len(tokens)))
-            if branches == 1:
+            parent = true_node if honest or request.branches == 1 else int(self.random.integers(len(tokens)))
+            if request.branches == 1:
                 parent = len(tokens) - 1
             token = coming[0] if honest else int(self.random.integers(VOCAB))
             if (parent, token) in zip(parents, tokens, strict=True):

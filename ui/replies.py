@@ -101,6 +101,7 @@ class Replies:
         stats = Stats()
         token_ids: list[int] = []
         prompt: Prompt | None = None
+        opened = ""
         step: Step | None = None
         notes: Counter[str] = Counter()
         try:
@@ -112,7 +113,7 @@ class Replies:
                             reply.footer = writing.place = in_line(ahead)
                         case Reading():
                             writing.place = ""
-                            prompt = event.prompt
+                            prompt, opened = event.prompt, event.prompt.opened
                             reply.footer = f"reading {len(prompt.token_ids):,} tokens"
                             reply.notices = self._trimmed(prompt)
                         case Preparing(text):
@@ -122,7 +123,7 @@ class Replies:
                             stats.add(step)
                             notes.update(filter(None, [step.note]))
                             token_ids += step.token_ids
-                            reply.text += step.text
+                            reply.text = (reply.text or opened) + step.text
                             reply.footer = ""
                 yield [event for event in events if isinstance(event, Step)]
             reply.state = "done" if step is not None and step.finish_reason not in (None, "cancelled") else "stopped"

@@ -22,7 +22,7 @@ from specdec.benchmark.lanes import LANES, STATIC
 from specdec.benchmark.questions import OWN, QuestionsError, load_questions
 from specdec.benchmark.report import fold, table
 from specdec.benchmark.shapes import SHAPES, random_model
-from specdec.benchmark.traces import BUDGETS, MEMORIES, TracesError, budget_table, by_budget, load_traces
+from specdec.benchmark.traces import BUDGETS, MEMORIES, Group, TracesError, budget_table, by_budget, halves, load_traces
 from specdec.devices import dtype_name
 from specdec.engine import SpeculativeEngine
 from specdec.folders import model_file
@@ -30,6 +30,7 @@ from specdec.loading import LoadError
 from specdec.request import MAX_BUDGET
 from specdec.speculators.fitting import prior
 from specdec.speculators.hybrid import HybridSpeculator, warm_up
+from specdec.speculators.memory import Memory
 from specdec.speculators.replay import Recording
 from specdec.target import UnsupportedModelError
 
@@ -197,7 +198,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     bar.update()
         if session.traces:
             with replay_bar(len(session.traces)) as bar:
-                replayed = by_budget(session.traces, engine.speculator, bar.update)
+                replayed = by_budget([Group(session.traces, engine.speculator)], bar.update)
     except KeyboardInterrupt:
         if not session.done:
             raise
@@ -229,6 +230,9 @@ def arrivals(options: argparse.Namespace) -> dict[str, Any]:
 def replay(options: argparse.Namespace) -> dict[str, Any]:
     """Score the speculator on recorded replies; with ``--fit`` first write weights fitted to them.
 
+    What weights fitted in this way are worth on other questions is scored as well: each half of the conversations with weights
+    fitted to the other half.
+
     Raises TracesError.
     """
     recording, traces, vocabulary = load_traces(options.replay, options.categories)
@@ -238,17 +242,19 @@ def replay(options: argparse.Namespace) -> dict[str, Any]:
         "replies": len(traces),
         "vocabulary": None if vocabulary is None else {"tokens": vocabulary.adjacent, "rounds": vocabulary.rounds},
     }
+    warm_up()  # compiled before a clock runs
+
+    def speculator(memory: Memory | None) -> HybridSpeculator:
+        return HybridSpeculator(vocab_size=recording.vocab_size, memory=memory, vocabulary=vocabulary)
+
+    groups = {"by_budget": [Group(traces, speculator)]}
     if options.fit:
         with share_bar("fitting") as report:
             np.save(options.fit, prior(traces, recording.vocab_size, vocabulary, report))
-    warm_up()  # compiled before a clock runs
-    with replay_bar(len(traces)) as bar:
-        figures = by_budget(
-            traces,
-            lambda memory: HybridSpeculator(vocab_size=recording.vocab_size, memory=memory, vocabulary=vocabulary),
-            bar.update,
-        )
-    return {"setup": setup, "by_budget": figures}
+        with share_bar("fitting halves") as report:
+            groups["held_out"] = halves(traces, recording.vocab_size, vocabulary, report)
+    with replay_bar(len(traces) * len(groups)) as bar:
+        return {"setup": setup, **{name: by_budget(some, bar.update) for name, some in groups.items()}}
 
 
 def time_random_weights(options: argparse.Namespace) -> dict[str, Any]:
@@ -343,6 +349,8 @@ def main() -> int:
         print(arrivals_text(folded["arrivals"]))
     if "by_budget" in folded:
         print("\nReplayed offline:" if "lanes" in folded else "", budget_table(folded["by_budget"]), sep="\n")
+    if "held_out" in folded:
+        print("\nEach half with weights fitted to the other half:", budget_table(folded["held_out"]), sep="\n")
     if options.json:
         options.json.write_text(json.dumps(folded, indent=1) + "\n", encoding="utf-8")
     if options.html:

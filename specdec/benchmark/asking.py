@@ -14,7 +14,8 @@ from specdec.benchmark.lanes import PROMPT_LOOKUP_TOKENS, STATIC, Answer, Engine
 from specdec.benchmark.questions import Question
 from specdec.benchmark.report import Difference, Sample
 from specdec.engine import SpeculativeEngine
-from specdec.speculators import Speculator
+from specdec.request import resolve
+from specdec.speculators import Speculator, TopK
 from specdec.speculators.memory import Memory
 from specdec.speculators.replay import Trace
 
@@ -73,9 +74,14 @@ class Session:
             for name, answer in answers.items():
                 self.samples[question.question_id, index].answers[name].append(answer)
                 if answer.view is not None:
-                    prompt_ids, reply_ids = np.array(prompt), np.array(answer.token_ids)
-                    self.traces.append(Trace(self.done, question.category, prompt_ids, reply_ids, answer.view))
+                    self.traces.append(self._trace(question, prompt, answer.token_ids, answer.view))
         self.done += 1
+
+    def _trace(self, question: Question, prompt: list[int], reply: Sequence[int], view: TopK) -> Trace:
+        engine = self.engine
+        request = resolve(engine.model, engine.tokenizer, engine.target.context_limit, prompt, **self.asked.arguments)
+        limit, ends = request.max_new_tokens, request.eos_token_ids
+        return Trace(self.done, question.category, np.array(prompt), np.array(reply), view, limit, ends)
 
     def _turns(
         self, question: Question, lanes: dict[str, Lane], arguments: dict[str, Any], watch: Callable[[str], None]

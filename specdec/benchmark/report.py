@@ -98,11 +98,32 @@ def _figures(samples: Sequence[Sample], lane: str) -> dict[str, Any]:
         folded = stats(answers)
         figures["acceptance_rate"] = folded.acceptance_rate
         figures["expected_tokens_per_pass"] = folded.expected_tokens_per_pass
+        figures["forecast_error"] = forecast_error([(reply.expected, reply.tokens) for reply in (stats([a]) for a in answers)])
         figures["nodes_per_pass"] = folded.drafted / folded.passes
         figures["acceptance_by_depth"] = _acceptance_by_depth(answers)
         figures["calibration"] = _calibration(answers)
         figures["shares"] = _shares(answers)
     return figures
+
+
+def forecast_error(replies: Sequence[tuple[float, int]]) -> dict[str, float]:
+    """How far the forecast is off, as a share of what was given; ``replies``: (expected, emitted) tokens of each.
+
+    ``by_step``: of all tokens together. ``by_reply``: the mean of the replies' own errors, each as the panel shows it, and its
+    ``standard_error``: replies differ a lot, and of a few dozen nothing more exact can be said.
+    """
+    expected, given = sum(reply[0] for reply in replies), sum(reply[1] for reply in replies)
+    errors = [reply[0] / reply[1] - 1 for reply in replies if reply[1]]
+    return {
+        "by_step": expected / given - 1 if given else 0.0,
+        "by_reply": statistics.fmean(errors) if errors else 0.0,
+        "standard_error": statistics.stdev(errors) / len(errors) ** 0.5 if len(errors) > 1 else 0.0,
+    }
+
+
+def by_reply(error: dict[str, float]) -> str:
+    """What `forecast_error` says of replies, with its standard error."""
+    return f"{error['by_reply']:+.1%} ± {error['standard_error']:.1%}"
 
 
 def _ratio_summary(ratios: Sequence[float]) -> dict[str, Any] | None:
@@ -161,6 +182,8 @@ _COLUMNS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
     ("passes", "passes", lambda f: f"{f['passes']}"),
     ("tok/pass", "tokens_per_pass", lambda f: f"{f['tokens_per_pass']:.2f}"),
     ("expected", "expected_tokens_per_pass", lambda f: f"{f['expected_tokens_per_pass']:.2f}"),
+    ("off, by step", "forecast_error", lambda f: f"{f['forecast_error']['by_step']:+.1%}"),
+    ("by reply", "forecast_error", lambda f: by_reply(f["forecast_error"])),
     ("nodes", "nodes_per_pass", lambda f: f"{f['nodes_per_pass']:.1f}"),
     ("tok/s", "decode_tokens_per_second", lambda f: f"{f['decode_tokens_per_second']:.1f}"),
     ("x plain", "speedup_vs_plain", lambda f: _interval(f["speedup_vs_plain"])),

@@ -146,23 +146,23 @@ class Service:
 
     def _run(self) -> None:
         while not self._closed.is_set():
-            worked = [self._round(scheduler) for scheduler in dict.fromkeys(reply.scheduler for reply in self._replies)]
+            for scheduler in dict.fromkeys(reply.scheduler for reply in self._replies):
+                self._round(scheduler)
             self._deliver()
-            self._do_what_was_asked(wait=not any(worked))
+            self._do_what_was_asked(wait=not self._replies)
         for reply in self._replies:
             reply.deliver(ClosedError("the app is ending"))
 
     @staticmethod
-    def _round(scheduler: Scheduler) -> bool:
-        """One round; whether there was anything to do. What fails as a whole ends every reply in it."""
+    def _round(scheduler: Scheduler) -> None:
+        """One round. What fails as a whole ends every reply in it."""
         try:
-            return scheduler.step()
+            scheduler.step()
         except Exception as error:
             log.exception("a round of the scheduler failed")
             for sequence in list(scheduler.sequences):
                 sequence.error = error
                 scheduler.drop(sequence)
-            return True
 
     def _do_what_was_asked(self, wait: bool) -> None:
         try:

@@ -16,11 +16,15 @@ from specdec.tree import TokenTree
 class TopK:
     """The target's K most probable next tokens after each of N positions, best first.
 
-    ``token_ids`` int32 [N, K], ``logprobs`` float32 [N, K].
+    ``token_ids`` int32 [N, K], ``logprobs`` float32 [N, K]; ValueError where their shapes differ.
     """
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
+
+    def __post_init__(self) -> None:
+        if self.token_ids.ndim != 2 or self.token_ids.shape != self.logprobs.shape:
+            raise ValueError(f"token_ids {self.token_ids.shape} and logprobs {self.logprobs.shape} must both be [N, K]")
 
     @classmethod
     def concatenate(cls, parts: Sequence[TopK]) -> TopK:
@@ -32,15 +36,32 @@ class TopK:
 
 
 @dataclass(frozen=True, slots=True)
-class Proposal:
-    """A tree to verify, and why: ``match_length`` is the length of the longest context match behind it (0: none).
+class DraftRequest:
+    """What one proposal may be.
 
-    ``draft_probs`` is None for deterministic candidates, the only kind so far.
+    ``budget``: the most nodes besides the root. ``branches``: the most children of one node (1: a single path; None: any
+    number). ``depth``: the deepest node, counted from the root (None: any depth). The pass emits the accepted nodes and one
+    token of the target's own, so a node that is as deep as there are tokens left to emit gains nothing.
+    ``ends``: the token ids that end a reply. They are not worth a node either: where the target chooses one, the pass emits it
+    as the target's own token, and nothing follows it.
+    ``worth`` [any length] (`specdec.cost.PassCost.worth`; None: 0): the tree may end before node w if that node scores below
+    ``worth[w]`` times the sum of all scores before it and 1 for each of the ``others``, the texts in the same pass.
     """
+
+    budget: int
+    branches: int | None = None
+    depth: int | None = None
+    ends: frozenset[int] = frozenset()
+    worth: NDArray[np.float64] | None = None
+    others: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A tree to verify, and why: ``match_length`` is the length of the longest context match behind it (0: none)."""
 
     tree: TokenTree
     match_length: int = 0
-    draft_probs: NDArray[np.float32] | None = None
 
 
 class Speculator(Protocol):
@@ -57,11 +78,8 @@ class Speculator(Protocol):
     def expect(self, token_ids: Sequence[int]) -> None:
         """After `begin`: the reply will probably be much like ``token_ids``, which are no part of the context."""
 
-    def propose(self, budget: int, branches: int | None = None, worth: NDArray[np.float64] | None = None) -> Proposal:
-        """At most ``budget`` nodes besides the root; ``branches=1`` gives the best single path.
-
-        ``worth`` (`specdec.cost.PassCost.worth`), where given, tells where it may end sooner.
-        """
+    def propose(self, request: DraftRequest) -> Proposal:
+        """The most promising tree within ``request``."""
         ...
 
     def observe(self, tree: TokenTree, path: Sequence[int], emitted: Sequence[int], top: TopK | None) -> None:

@@ -78,7 +78,9 @@ def grow(
     size: int,
     deepest: int,
     branches: int,
+    ends: NDArray[np.int64],
     worth: NDArray[np.float64],
+    others: int,
     token_ids: NDArray[np.int64],
     parents: NDArray[np.int64],
     scores: NDArray[np.float32],
@@ -86,10 +88,10 @@ def grow(
 ) -> tuple[int, int]:
     """Fill the tree arrays [budget + 1] below the root, most probable path first.
 
-    Every node taken is expanded: its candidates join the queue under the product of the probabilities along their path; at most
-    ``branches`` of a node's are taken. Ends, after the first node, where the
-    next one scores below its ``worth`` times the sum of all before it. Returns the number of nodes and the longest context
-    match behind the root.
+    Every node taken is expanded: its candidates join the queue under the product of the probabilities along their path, but for
+    the tokens ``ends``; at most ``branches`` of a node's are taken, and none lies deeper than ``deepest``. Stops, after the
+    first node, where the next one scores below its ``worth`` times the sum of all before it. Returns the number of nodes and
+    the longest context match behind the root.
     """
     opinions, work = empty_opinions(), empty_workspace()
     budget = token_ids.shape[0] - 1
@@ -111,7 +113,7 @@ def grow(
     kinds[0] = 0
     count = 1
     node = 0
-    expected = 1.0
+    expected = 1.0 + others
     while count <= budget:
         if depths[node] < deepest:
             length = suffix_at(context, size, node, token_ids, parents, suffix)
@@ -119,6 +121,10 @@ def grow(
             if node == 0:
                 match_length = match
             mix(weights, opinions, depths[node] + 1, work)
+            for end in ends:
+                ending = candidate_of(opinions, end)
+                if ending >= 0:
+                    work.probs[ending] = 0
             least = LEAST_PROBABILITY / scores[node]
             for candidate in range(opinions.size[0]):
                 if work.probs[candidate] >= least:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.speculators import Proposal, TopK
+from specdec.speculators import DraftRequest, Proposal, TopK
 from specdec.speculators.candidates import (
     CONTEXT,
     MEMORY_TEXT,
@@ -21,7 +21,7 @@ from specdec.speculators.growth import grow, learn_verdict, recycle
 from specdec.speculators.memory import Memory
 from specdec.speculators.mixer import prior_weights
 from specdec.speculators.vocabulary import Vocabulary
-from specdec.tree import TokenTree
+from specdec.tree import TokenTree, common_length
 
 CONTEXT_KEYS = 1 << 17  # room for about 14 000 tokens of text; beyond that the stalest keys go
 RECYCLED_KEYS = 1 << 16
@@ -41,7 +41,7 @@ class HybridSpeculator:
     ``n``: the longest context match in tokens. ``gamma``: the deepest branch. ``vocab_size``: no id from it on is proposed.
     ``memory`` and ``vocabulary`` are shared by all conversations with one model; None leaves them out. ``recycling=False``
     ignores the target's logits. ``learning_rate``: how fast the mixer follows the verdicts; with a memory, what it learns is
-    the memory's.
+    the memory's. ``prior``: the mixer's weights to begin with, unless there is a memory; None: those of the package.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class HybridSpeculator:
         vocabulary: Vocabulary | None = None,
         recycling: bool = True,
         learning_rate: float = LEARNING_RATE,
+        prior: NDArray[np.float32] | None = None,
     ) -> None:
         if not 1 <= n <= LONGEST:
             raise ValueError(f"n, the longest context match, must lie between 1 and {LONGEST}, not {n}")
@@ -66,7 +67,7 @@ class HybridSpeculator:
         self.vocabulary = vocabulary
         self.learning_rate = float(learning_rate)
         self.top_k = TOP_K if recycling else 0
-        self._weights = prior_weights()
+        self._weights = prior_weights() if prior is None else prior.copy()
         self._recycled = empty_evidence(RECYCLED_KEYS) if recycling else NOTHING
         self._orders = TEXT_ORDERS[n >= TEXT_ORDERS]
         self._tokens = np.zeros(1024, np.int64)
@@ -78,7 +79,7 @@ class HybridSpeculator:
         What it shares with the context so far is kept; a context that was rewound or edited is indexed anew.
         """
         new = np.asarray(token_ids, np.int64)
-        shared = _common_length(self._tokens[: self._size], new)
+        shared = common_length(self._tokens[: self._size], new)
         if shared < self._size:
             self._forget()
             self._append(new[:shared], remember=False)
@@ -99,14 +100,11 @@ class HybridSpeculator:
         self._tokens[start:stop] = token_ids
         tally_text(self._context, self._tokens, start, stop, self._orders, 0.0)
 
-    def propose(self, budget: int, branches: int | None = None, worth: NDArray[np.float64] | None = None) -> Proposal:
-        """The best tree of at most ``budget`` nodes below the root; a node has at most ``branches`` children (1: a chain).
-
-        It ends sooner where no more nodes are ``worth`` their cost.
-        """
+    def propose(self, request: DraftRequest) -> Proposal:
+        """The tree within ``request`` whose path probabilities have the largest sum."""
         if not self._size:
             raise ValueError("nothing to continue: begin() was not given any tokens")
-        nodes = max(budget, 0) + 1
+        nodes = max(request.budget, 0) + 1
         token_ids, parents = np.zeros(nodes, np.int64), np.zeros(nodes, np.int64)
         scores, origins = np.zeros(nodes, np.float32), np.zeros(nodes, np.int8)
         count, match_length = grow(
@@ -114,9 +112,11 @@ class HybridSpeculator:
             self._sources(),
             self._tokens,
             self._size,
-            self.gamma,
-            nodes if branches is None else branches,
-            np.zeros(nodes) if worth is None else worth,
+            self.gamma if request.depth is None else min(self.gamma, request.depth),
+            nodes if request.branches is None else request.branches,
+            np.array(list(request.ends), np.int64),
+            np.zeros(nodes) if request.worth is None else request.worth,
+            request.others,
             token_ids,
             parents,
             scores,
@@ -200,13 +200,6 @@ class HybridSpeculator:
             tally_text(self.memory.text, self._tokens, start, stop, MEMORY_ORDERS, self.memory.FLOOR)
 
 
-def _common_length(old: NDArray[np.int64], new: NDArray[np.int64]) -> int:
-    """How many tokens two contexts share from the start."""
-    shorter = min(len(old), len(new))
-    differs = np.flatnonzero(old[:shorter] != new[:shorter])
-    return int(differs[0]) if len(differs) else shorter
-
-
 def _readable(top: TopK, rows: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """At most ``rows`` rows of ids and probabilities, in our types, without NaN."""
     ids = np.ascontiguousarray(top.token_ids[:rows, :TOP_K], np.int32)
@@ -220,4 +213,4 @@ def warm_up() -> None:
     speculator = HybridSpeculator(memory=Memory(megabytes=1), vocabulary=Vocabulary(keys=1))
     top = TopK(np.zeros((1, TOP_K), np.int32), np.zeros((1, TOP_K), np.float32))
     speculator.begin([0, 0], top, 0)
-    speculator.observe(speculator.propose(1).tree, [0], [0], top)
+    speculator.observe(speculator.propose(DraftRequest(1)).tree, [0], [0], top)

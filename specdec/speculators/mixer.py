@@ -9,7 +9,7 @@ descent is what context-mixing compressors do (Mahoney, PAQ7, 2005).
 
 from __future__ import annotations
 
-from importlib import resources
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +31,7 @@ NONE_TOP = 7 * EXPERTS  # ... times the expert's largest log-share
 DEPTH, BIAS, READ, NONE_DEPTH, NONE_BIAS, NONE_READ = range(8 * EXPERTS, 8 * EXPERTS + 6)
 ROWS = 8 * EXPERTS + 6
 WEIGHTS_SHAPE = (ROWS, HIDDEN)
+PRIOR = Path(__file__).with_name("prior.npy")
 LOG_SCALE = np.float32(0.3)
 DEPTH_SCALE = np.float32(0.2)
 DEEPEST = 12
@@ -148,7 +149,12 @@ def learn(weights: NDArray[np.float32], opinions: Opinions, depth: int, work: Wo
 
 
 def prior_weights() -> NDArray[np.float32]:
-    """The weights shipped with the package, [ROWS, HIDDEN]; `specdec.speculators.fitting` makes them."""
-    with resources.files(__package__).joinpath("prior.npy").open("rb") as file:
-        weights: NDArray[np.float32] = np.load(file, allow_pickle=False).astype(np.float32)
-    return weights
+    """The weights shipped with the package, [ROWS, HIDDEN]; `specdec.speculators.fitting` makes them.
+
+    Raises ValueError where the file does not hold such weights: compiled code reads them without checking bounds.
+    """
+    weights = np.load(PRIOR, allow_pickle=False)
+    if weights.shape != WEIGHTS_SHAPE or weights.dtype.kind != "f" or not np.isfinite(weights).all():
+        raise ValueError(f"{PRIOR} does not hold {ROWS} x {HIDDEN} finite weights; install the package again")
+    prior: NDArray[np.float32] = weights.astype(np.float32)
+    return prior

@@ -16,7 +16,7 @@ from dataclasses import astuple, dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.speculators import Proposal, Speculator, TopK
+from specdec.speculators import DraftRequest, Proposal, Speculator, TopK
 from specdec.speculators.storage import Arrays, load_arrays, save_arrays
 from specdec.tree import TokenTree
 
@@ -25,7 +25,8 @@ from specdec.tree import TokenTree
 class Trace:
     """One recorded reply: ``top`` is the target's view of every position of prompt + reply but the last.
 
-    ``conversation`` numbers the chat it belongs to: traces of one number are its turns, in order.
+    ``conversation`` numbers the chat it belongs to: traces of one number are its turns, in order. ``limit`` and ``ends``: the
+    most tokens that the reply could have, and the token ids that could end it sooner.
     """
 
     conversation: int
@@ -33,6 +34,8 @@ class Trace:
     prompt_ids: NDArray[np.int64]
     reply_ids: NDArray[np.int64]
     top: TopK
+    limit: int
+    ends: frozenset[int]
 
     def __post_init__(self) -> None:
         if not len(self.prompt_ids) or len(self.top) != len(self.prompt_ids) + len(self.reply_ids) - 1:
@@ -55,10 +58,12 @@ class Recording:
             "vocab_size": np.array(self.vocab_size),
             "conversations": np.array([trace.conversation for trace in self.traces], np.int64),
             "categories": np.array([trace.category for trace in self.traces], np.str_),
+            "limits": np.array([trace.limit for trace in self.traces], np.int64),
         }
         for i, trace in enumerate(self.traces):
             arrays[f"{i}.prompt_ids"] = trace.prompt_ids.astype(np.int32)
             arrays[f"{i}.reply_ids"] = trace.reply_ids.astype(np.int32)
+            arrays[f"{i}.ends"] = np.array(sorted(trace.ends), np.int64)
             arrays[f"{i}.token_ids"] = trace.top.token_ids
             arrays[f"{i}.logprobs"] = trace.top.logprobs.astype(np.float16)
         save_arrays(path, arrays)
@@ -76,8 +81,12 @@ class Recording:
                     arrays[f"{i}.prompt_ids"].astype(np.int64),
                     arrays[f"{i}.reply_ids"].astype(np.int64),
                     TopK(arrays[f"{i}.token_ids"], arrays[f"{i}.logprobs"].astype(np.float32)),
+                    int(limit),
+                    frozenset(arrays[f"{i}.ends"].tolist()),
                 )
-                for i, (conversation, category) in enumerate(zip(arrays["conversations"], arrays["categories"], strict=True))
+                for i, (conversation, category, limit) in enumerate(
+                    zip(arrays["conversations"], arrays["categories"], arrays["limits"], strict=True)
+                )
             )
             return cls(model, int(arrays["vocab_size"]), vocabulary, traces)
         except KeyError as error:
@@ -102,9 +111,9 @@ class Recorder:
         """As the other one."""
         self.speculator.expect(token_ids)
 
-    def propose(self, budget: int, branches: int | None = None, worth: NDArray[np.float64] | None = None) -> Proposal:
+    def propose(self, request: DraftRequest) -> Proposal:
         """The other one's proposal."""
-        return self.speculator.propose(budget, branches, worth)
+        return self.speculator.propose(request)
 
     def observe(self, tree: TokenTree, path: Sequence[int], emitted: Sequence[int], top: TopK | None) -> None:
         """Keep the accepted nodes' rows."""
@@ -122,7 +131,7 @@ class Recorder:
 class Score:
     """What a replay counts: emitted ``tokens``, target ``passes``, ``drafted`` and ``accepted`` nodes.
 
-    ``expected`` is the number of accepted nodes by the speculator's own estimate: the sum of its nodes' scores.
+    ``expected`` is the speculator's forecast of ``tokens`` (`TokenTree.expected_tokens`).
     ``draft_seconds`` were spent on proposals, ``learn_seconds`` on verdicts; they are the machine's, and not compared.
     """
 
@@ -143,9 +152,9 @@ class Score:
         return self.tokens / self.passes if self.passes else 0.0
 
     @property
-    def calibration(self) -> float:
-        """Expected over actual accepted nodes: 1 is perfect, more is overconfident."""
-        return self.expected / self.accepted if self.accepted else float("nan")
+    def expected_tokens_per_pass(self) -> float:
+        """The speculator's forecast of `tokens_per_pass`."""
+        return self.expected / self.passes if self.passes else 0.0
 
 
 def replay(trace: Trace, speculator: Speculator, budget: int) -> Score:
@@ -156,7 +165,7 @@ def replay(trace: Trace, speculator: Speculator, budget: int) -> Score:
     score, position = Score(), 0
     while position < len(reply):
         start = time.perf_counter()
-        tree = speculator.propose(budget).tree
+        tree = speculator.propose(DraftRequest(budget, depth=trace.limit - position - 1, ends=trace.ends)).tree
         drafted = time.perf_counter() - start
         path = _walk(tree, reply[position:])
         emitted = reply[position : position + len(path)]
@@ -167,8 +176,7 @@ def replay(trace: Trace, speculator: Speculator, budget: int) -> Score:
         start = time.perf_counter()
         speculator.observe(accepted, range(len(path)), emitted, view if speculator.top_k else None)
         learned = time.perf_counter() - start
-        expected = 0.0 if tree.scores is None else float(tree.scores[1:].sum())
-        score += Score(len(emitted), 1, len(tree) - 1, len(path) - 1, expected, drafted, learned)
+        score += Score(len(emitted), 1, len(tree) - 1, len(path) - 1, tree.expected_tokens(), drafted, learned)
         position += len(emitted)
     return score
 

@@ -33,11 +33,13 @@ def unpack(arrays: Arrays, name: str, evidence: Evidence) -> None:
     """Put what `pack` gave into an empty table of any size; where it is too small, what was met last stays."""
     keys, tokens = arrays[f"{name}.keys"], arrays[f"{name}.tokens"]
     shares, seen = arrays[f"{name}.shares"], arrays[f"{name}.seen"]
-    rows = len(keys)
-    if not tokens.shape == shares.shape == (rows, SLOTS) or seen.shape != (rows,):
+    rows = keys.size
+    if [array.shape for array in (keys, tokens, shares, seen)] != [(rows,), (rows, SLOTS), (rows, SLOTS), (rows,)]:
         raise ValueError(f"the arrays of {name!r} do not fit together")
-    if not (np.isfinite(shares).all() and np.isfinite(seen).all()):
-        raise ValueError(f"{name!r} holds numbers that are not finite")
+    if "".join(array.dtype.kind for array in (keys, tokens, shares, seen)) != "uiff":
+        raise ValueError(f"the arrays of {name!r} hold other kinds of numbers")
+    if not all(np.isfinite(array).all() and (array >= 0).all() for array in (shares, seen)):
+        raise ValueError(f"{name!r} holds numbers that are negative or not finite")
     _insert(
         evidence,
         keys.astype(np.uint64),

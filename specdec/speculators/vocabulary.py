@@ -120,6 +120,8 @@ class Vocabulary:
         try:
             unpack(arrays, "logits", vocabulary.logits)
             vocabulary.adjacent, vocabulary.rounds = map(int, arrays["done"])
+            if min(vocabulary.adjacent, vocabulary.rounds) < 0:
+                raise ValueError("its progress is negative")
         except (KeyError, ValueError, TypeError) as error:
             raise ValueError(f"{path} holds no vocabulary table ({error}); delete it to build it anew") from error
         return vocabulary

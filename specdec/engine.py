@@ -127,7 +127,9 @@ class SpeculativeEngine:
 
         ``decoding``: "tree" (default), "linear" or "plain". ``budget``: nodes besides the root per pass, or "auto" (as many as
         pay for themselves by the measured pass cost). ``seed`` keys the noise when ``do_sample``. ``presence_penalty``,
-        ``logits_processor`` and ``stopping_criteria`` (each holds at every emitted token). ``details``: compute Step.target.
+        ``frequency_penalty``, ``logits_processor`` and ``stopping_criteria`` (each holds at every emitted token). ``details``:
+        compute Step.target. ``logprobs``: compute Step.logprobs, with so many of the most probable tokens. ``prediction``: text
+        or token ids that the reply will probably be much like, to copy guesses from; the target does not read it.
         ``cancelled``: a callable polled once a step and between prefill chunks. ``owner``: texts of one owner start from each
         other's K/V (see `specdec.conversation.Text`). Everything else is an argument of transformers' generate (streamer,
         max_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty,

@@ -14,7 +14,7 @@ from specdec.accept import Verdict
 from specdec.sampling import NO_TOKEN
 from specdec.speculators import TopK
 from specdec.speculators._compiled import compiled
-from specdec.step import TargetView
+from specdec.step import Logprobs, TargetView
 from specdec.transfer import to_device
 from specdec.tree import TokenTree
 
@@ -167,6 +167,19 @@ def target_view(logits: Tensor, tree: TokenTree, verdict: Verdict) -> TargetView
         seen[1:, 0] = np.exp(own - normalisers)
         seen[1:, 1] = [np.count_nonzero(scores[place] > score) for place, score in zip(places, own, strict=True)]
     return _view(seen[:-1], seen[-1])
+
+
+@torch.inference_mode()
+def logprobs(logits: Tensor, path: Sequence[int], token_ids: Sequence[int], k: int) -> Logprobs:
+    """Of ``token_ids``, each emitted after the node of ``path`` in its place, by ``logits`` [N, V] float32: in one transfer."""
+    places, tokens = (to_device(np.array(part, np.int64), logits.device) for part in (path[: len(token_ids)], token_ids))
+    rows = logits[places].log_softmax(-1)
+    values, others = rows.topk(min(k, rows.shape[1]))
+    scores = torch.cat([rows.gather(1, tokens[:, None]), values], dim=1).view(torch.int32)
+    host = torch.cat([scores, others.to(torch.int32)], dim=1).cpu().numpy()
+    numbers, ids = np.split(host, [scores.shape[1]], axis=1)
+    numbers = np.ascontiguousarray(numbers).view(np.float32)
+    return Logprobs(numbers[:, 0], ids, numbers[:, 1:])
 
 
 def _seen(rows: Tensor, token_ids: Tensor) -> Tensor:

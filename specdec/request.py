@@ -24,7 +24,7 @@ from transformers import (
 
 from specdec.errors import first_line
 from specdec.prompt import Message, Prompt, PromptError, encode, fair_share
-from specdec.sampling import PresencePenaltyProcessor, Sampler
+from specdec.sampling import FrequencyPenaltyProcessor, PresencePenaltyProcessor, Sampler
 
 Decoding = Literal["tree", "linear", "plain"]
 Budget = int | Literal["auto"]
@@ -84,6 +84,10 @@ def _some(kind: type | UnionType, words: str) -> _Kind:
     )
 
 
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(token, int) and token >= 0 for token in value)
+
+
 _BUDGET = _number(Integral, f'"auto" or a whole number from 0 to {MAX_BUDGET}', 0, MAX_BUDGET)
 _CALLABLES = _Kind(lambda value: isinstance(value, list | tuple) and all(map(callable, value)), "a list of functions")
 _KINDS = {
@@ -91,6 +95,9 @@ _KINDS = {
     "budget": _BUDGET._replace(holds=lambda value: value == "auto" or _BUDGET.holds(value)),
     "seed": _number(Integral, "a whole number"),
     "presence_penalty": _number(Real, "a number"),
+    "frequency_penalty": _number(Real, "a number"),
+    "logprobs": _number(Integral, "a whole number, at least 0", 0),
+    "prediction": _Kind(lambda value: isinstance(value, str) or _is_token_ids(value), "a text or a list of token ids"),
     "cancelled": _Kind(callable, "a function"),
     "generation_config": _Kind(lambda value: isinstance(value, GenerationConfig), "a GenerationConfig of transformers"),
     "streamer": _Kind(lambda value: hasattr(value, "put") and hasattr(value, "end"), "a streamer of transformers"),
@@ -127,6 +134,10 @@ class Request:
     stop_strings: tuple[str, ...]
     stopping_criteria: StoppingCriteriaList
     details: bool
+    logprobs: int | None
+    """How many of the target's most probable tokens `specdec.step.Step.logprobs` shows in each place; None: there is none."""
+    prediction: tuple[int, ...]
+    """What the reply is expected to be like: a text to copy guesses from."""
     cancelled: Callable[[], bool]
     owner: Hashable
     """Whose text it is: see `specdec.conversation.Text`."""
@@ -144,7 +155,10 @@ def resolve(
     budget: Budget = "auto",
     seed: int = 0,
     presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
     details: bool = False,
+    logprobs: int | None = None,
+    prediction: str | Sequence[int] = (),
     cancelled: Callable[[], bool] = lambda: False,
     owner: Hashable = None,
     logits_processor: LogitsProcessorList | None = None,
@@ -154,9 +168,11 @@ def resolve(
     **generation: Any,
 ) -> Request:
     """Check the arguments of `SpeculativeEngine.stream`. Raises RequestError or PromptError."""
-    needed = {"decoding": decoding, "budget": budget, "seed": seed, "cancelled": cancelled}
+    needed = {"decoding": decoding, "budget": budget, "seed": seed, "cancelled": cancelled, "prediction": prediction}
     optional = {
         "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "logprobs": logprobs,
         "logits_processor": logits_processor,
         "stopping_criteria": stopping_criteria,
         "generation_config": generation_config,
@@ -187,12 +203,18 @@ def resolve(
     if config.min_new_tokens is not None:
         config.min_length = length + config.min_new_tokens
 
+    expected = tuple(tokenizer.encode(prediction, add_special_tokens=False) if isinstance(prediction, str) else prediction)
+    if max(expected, default=0) >= vocab_size:
+        raise RequestError(f"prediction holds a token id outside the model's vocabulary of {vocab_size} tokens")
+
     if generation.get("eos_token_id") is None and getattr(generation_config, "eos_token_id", None) is None:
         ends = config.eos_token_id if isinstance(config.eos_token_id, list | tuple) else [config.eos_token_id]
         config.eos_token_id = sorted({end for end in (*ends, *encoded.ends) if end is not None and end < vocab_size}) or None
     own = LogitsProcessorList(logits_processor or [])
     if presence_penalty:  # like every penalty before temperature, top-k and top-p
         own.append(PresencePenaltyProcessor(presence_penalty, length))
+    if frequency_penalty:
+        own.append(FrequencyPenaltyProcessor(frequency_penalty, length))
     try:
         model._prepare_special_tokens(config, device=model.device)
         processors = model._get_logits_processor(
@@ -222,6 +244,8 @@ def resolve(
         stop_strings=tuple(string for string in strings if string not in special),
         stopping_criteria=criteria,
         details=details,
+        logprobs=logprobs,
+        prediction=expected,
         cancelled=cancelled,
         owner=owner,
         streamer=streamer,

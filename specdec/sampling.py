@@ -107,7 +107,7 @@ class Sampler:
 
     @property
     def draws_at_once(self) -> bool:
-        """True where `draw` serves: the choice depends on the length of the text before it and the set of its tokens only."""
+        """True where `draw` serves: the choice depends on how long the text before it is and how often it holds each token."""
         return all(type(processor) in (*_BLIND, *_COUNTING) and not _is_per_text(processor) for processor in self.processors)
 
     def draw(self, logits: Tensor, positions: Sequence[int], texts: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,8 +166,25 @@ class PresencePenaltyProcessor(LogitsProcessor):  # type: ignore[misc]
         return padded.scatter(1, reply, padded.gather(1, reply) - self.penalty)[:, :-1]
 
 
-_COUNTING = (PresencePenaltyProcessor, RepetitionPenaltyLogitsProcessor)
-"""Processors to which a text is the set of its tokens; the id V stands for none."""
+class FrequencyPenaltyProcessor(LogitsProcessor):  # type: ignore[misc]
+    """Subtract ``penalty`` from the score of every token as often as the reply already contains it (not the prompt).
+
+    As `PresencePenaltyProcessor`, the one known from the OpenAI API.
+    """
+
+    def __init__(self, penalty: float, prompt_length: int) -> None:
+        self.penalty, self.prompt_length = penalty, prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Penalised ``scores`` [B, V] for the reply part of ``input_ids`` [B, L]."""
+        reply = input_ids[:, self.prompt_length :]
+        counts = scores.new_zeros(len(scores), scores.shape[1] + 1)  # one column more for the id V
+        counts.scatter_add_(1, reply, scores.new_ones(()).expand(reply.shape))
+        return scores - self.penalty * counts[:, :-1]
+
+
+_COUNTING = (FrequencyPenaltyProcessor, PresencePenaltyProcessor, RepetitionPenaltyLogitsProcessor)
+"""Processors to which a text is how often each token occurs in it; the id V stands for none."""
 
 
 def _is_per_text(processor: LogitsProcessor) -> bool:

@@ -313,6 +313,7 @@ class Scheduler:
                 plain_seconds=plain_seconds,
                 finish_reason=sequence.finish_reason,
                 target=turn.reading.view(turn.verdict) if request.details else None,
+                logprobs=sequence.logprobs(turn.logits, turn.verdict, turn.emitted),
                 note=turn.note,
                 sequences=len(drafts),
             )

@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec.accept import Verdict
 from specdec.conversation import Conversation
-from specdec.logits import Fetch, Fetched, View, argmax, target_view, top_tokens
+from specdec.logits import Fetch, Fetched, View, argmax, logprobs, target_view, top_tokens
 from specdec.request import MAX_BUDGET, Request
 from specdec.speculators import TopK
-from specdec.step import FinishReason, Step
+from specdec.step import FinishReason, Logprobs, Step
 from specdec.text import Detokenizer, StopStrings
 from specdec.transfer import synchronize, to_device
 from specdec.tree import TokenTree
@@ -101,6 +101,8 @@ class Sequence:
         if self.request.decoding != "plain":
             top = TopK.concatenate(self.tops) if self.tops else None
             self.chat.speculator.begin(self.request.prompt.token_ids, top, self.reused)
+            if self.request.prediction:
+                self.chat.speculator.expect(self.request.prediction)
         self.tops.clear()
 
     def fetch(self, logits: Tensor, tree: TokenTree) -> Fetch | None:
@@ -158,6 +160,10 @@ class Sequence:
             self.finish_reason = "cancelled"
             text += self._detokenizer.flush()
         return tuple(token_ids), text
+
+    def logprobs(self, logits: Tensor, verdict: Verdict, emitted: tuple[int, ...]) -> Logprobs | None:
+        """What the target, by a pass's ``logits`` [N, V], thought of the ``emitted`` tokens; None where nobody asked."""
+        return None if self.request.logprobs is None else logprobs(logits, verdict.path, emitted, self.request.logprobs)
 
     def commit(self, tree: TokenTree, verdict: Verdict, emitted: tuple[int, ...], top: Callable[[], TopK]) -> None:
         """Keep the K/V of the emitted path, and let the speculator learn from the pass."""

@@ -59,6 +59,19 @@ class TargetView:
 
 
 @dataclass(frozen=True, slots=True)
+class Logprobs:
+    """What the target thought of each of E emitted tokens; computed only when asked for (``stream(logprobs=K)``).
+
+    ``own`` [E]: log-probability of the token (log-softmax of the target's raw logits, before temperature and every other
+    processor). ``token_ids`` [E, K] and ``best`` [E, K]: the most probable tokens in its place, best first, with theirs.
+    """
+
+    own: NDArray[np.float32]
+    token_ids: NDArray[np.int32]
+    best: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """One target pass of a reply.
 
@@ -80,6 +93,7 @@ class Step:
     plain_seconds: float
     finish_reason: FinishReason | None = None
     target: TargetView | None = None
+    logprobs: Logprobs | None = None
     note: str | None = None
     sequences: int = 1
 
@@ -95,7 +109,7 @@ class Step:
         return self.tree.expected_tokens(len(self.token_ids) if cut else None)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dicts, lists, numbers and strings; field names as in the dataclasses."""
+        """Plain dicts, lists, numbers and strings; field names as in the dataclasses. ``logprobs`` are left out."""
         tree, target = self.tree, self.target
         return {
             "index": self.index,

@@ -51,6 +51,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cool": {"temperature": 0.5, "top_p": 0.9},
     "even": {"temperature": 0.9, "top_k": 40, "min_p": 0.05},
     "warm": {"temperature": 1.0, "top_k": 20, "repetition_penalty": 1.3},
+    "varied": {"temperature": 0.9, "top_k": 0, "frequency_penalty": 0.6},
     "hot": {"temperature": 1.5, "top_k": 0, "min_p": 0.02, "presence_penalty": 0.7, "no_repeat_ngram_size": 3},
 }
 

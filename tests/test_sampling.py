@@ -9,7 +9,7 @@ import torch
 from toys import tiny_engine
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
 
-from specdec.sampling import PresencePenaltyProcessor, Sampler, gumbel_noise
+from specdec.sampling import FrequencyPenaltyProcessor, PresencePenaltyProcessor, Sampler, gumbel_noise
 
 
 def test_draws_follow_the_softmax() -> None:
@@ -56,6 +56,7 @@ def test_a_token_that_a_processor_removed_is_never_drawn() -> None:
         {"typical_p": 0.8, "epsilon_cutoff": 1e-3, "top_k": 0},
         {"repetition_penalty": 1.3, "temperature": 0.7, "top_k": 0},
         {"repetition_penalty": 1.1, "presence_penalty": 0.9, "top_k": 20, "top_p": 0.8},
+        {"frequency_penalty": 0.7, "top_k": 20},
         {"eta_cutoff": 1e-3, "suppress_tokens": [7, 8], "renormalize_logits": True, "remove_invalid_values": True, "top_k": 0},
     ],
     ids=lambda arguments: "-".join(arguments) if isinstance(arguments, dict) else None,
@@ -63,11 +64,13 @@ def test_a_token_that_a_processor_removed_is_never_drawn() -> None:
 def test_all_draws_at_once_are_the_draws_one_by_one(arguments: dict[str, Any], seed: int | None) -> None:
     """Bit for bit, so that ties break alike; logits in bfloat16, where there are many."""
     arguments = dict(arguments)
-    penalty = arguments.pop("presence_penalty", None)
+    penalties = {"presence_penalty": PresencePenaltyProcessor, "frequency_penalty": FrequencyPenaltyProcessor}
+    own = LogitsProcessorList(
+        kind(arguments.pop(name), prompt_length=5) for name, kind in penalties.items() if name in arguments
+    )
     model = tiny_engine().model
     config, _ = model._prepare_generation_config(None, do_sample=True, **arguments)
     model._prepare_special_tokens(config)
-    own = LogitsProcessorList([PresencePenaltyProcessor(penalty, prompt_length=5)] if penalty else [])
     processors = model._get_logits_processor(config, input_ids_seq_length=5, logits_processor=own, model_kwargs={})
     sampler = Sampler(processors, seed)
     assert sampler.draws_at_once
@@ -112,3 +115,10 @@ def test_presence_penalty_counts_a_token_once_and_only_in_the_reply() -> None:
     scores = penalty(torch.tensor([[0, 1, 2, 2, 3]]), torch.zeros(1, 5))
     assert scores.tolist() == [[0.0, 0.0, -1.5, -1.5, 0.0]]
     assert penalty(torch.tensor([[0, 1]]), torch.zeros(1, 5)).tolist() == [[0.0] * 5]
+
+
+def test_frequency_penalty_counts_a_token_as_often_as_the_reply_has_it() -> None:
+    penalty = FrequencyPenaltyProcessor(1.5, prompt_length=2)
+    scores = penalty(torch.tensor([[0, 1, 2, 2, 3]]), torch.ones(1, 5))
+    assert scores.tolist() == [[1.0, 1.0, -2.0, -0.5, 1.0]]
+    assert penalty(torch.tensor([[0, 1]]), torch.ones(1, 5)).tolist() == [[1.0] * 5]

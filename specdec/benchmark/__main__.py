@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from specdec.benchmark.arrivals import arrivals_text, measure
 from specdec.benchmark.asking import Asked, Session, chat_prompt, time_shape
 from specdec.benchmark.charts import to_html
 from specdec.benchmark.cost import measure_cost
@@ -82,6 +83,17 @@ def counts_argument(text: str) -> list[int]:
     return sorted({count_argument(name) for name in names})
 
 
+def rate_argument(text: str) -> float:
+    """A number above 0."""
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no rate; pass a number above 0")
+    return rate
+
+
 def temperature_argument(text: str) -> float:
     """A number from 0 on."""
     try:
@@ -147,6 +159,12 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="measure what a second chat waits for behind a running reply, and how a long prompt delays one",
     )
+    parser.add_argument(
+        "--arrivals",
+        type=rate_argument,
+        metavar="RATE",
+        help="drive a server over loopback instead: so many requests a second at random moments, for a minute at most",
+    )
     parser.add_argument("--json", type=output_argument, metavar="OUT")
     parser.add_argument("--html", type=output_argument, metavar="OUT")
     return parser
@@ -158,6 +176,8 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError("--fit learns from recorded replies: name them with --replay FILE.npz")
     if options.replay and (options.record or options.random_weights):
         raise ValueError("--replay runs no model: leave out --record and --random-weights")
+    if options.arrivals and (options.replay or options.random_weights or options.record or options.decodings):
+        raise ValueError("--arrivals drives a server: leave out --replay, --random-weights, --record and --decodings")
     if options.random_weights and (options.model or options.record):
         raise ValueError("--random-weights is a model that says nothing of use: leave out --model and --record")
     if options.record and options.decodings and not {"tree", "linear"} & set(options.decodings):
@@ -275,6 +295,15 @@ def run_chats(options: argparse.Namespace) -> dict[str, Any]:
     return {"setup": setup, **parallel, **({"latency": latency.figures()} if options.latency else {})}
 
 
+def arrivals(options: argparse.Namespace) -> dict[str, Any]:
+    """What visitors of a server meet. Raises LoadError, UnsupportedModelError, QuestionsError."""
+    questions = load_questions(options.questions, options.categories, options.limit)
+    engine = SpeculativeEngine(options.model, device=options.device, dtype=options.dtype)
+    asked = {"max_tokens": options.max_new_tokens, "temperature": options.temperature, "seed": 0}
+    figures = measure(engine, [question.turns[0] for question in questions], options.arrivals, asked)
+    return {"setup": machine(engine), "arrivals": figures}
+
+
 def replay(options: argparse.Namespace) -> dict[str, Any]:
     """Score the speculator on recorded replies; with ``--fit`` first write weights fitted to them.
 
@@ -375,6 +404,8 @@ def mode(options: argparse.Namespace) -> Callable[[argparse.Namespace], dict[str
         return replay
     if options.random_weights:
         return time_random_weights
+    if options.arrivals:
+        return arrivals
     return run_chats if options.parallel or options.latency else run
 
 
@@ -398,6 +429,8 @@ def main() -> int:
     print(", ".join(f"{name} {value}" for name, value in setup.items()))
     if "lanes" in folded:
         print(table(folded))
+    if "arrivals" in folded:
+        print(arrivals_text(folded["arrivals"]))
     if "by_budget" in folded:
         print("\nReplayed offline:" if "lanes" in folded else "", budget_table(folded["by_budget"]), sep="\n")
     if "held_out" in folded:

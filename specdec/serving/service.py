@@ -205,11 +205,15 @@ class Service:
     def _deliver(self) -> None:
         """Hand over every step that was made, and the end of what has ended."""
         for reply in list(self._replies):
-            while reply.sequence.steps:
-                reply.deliver(reply.sequence.steps.popleft())
-            if reply.sequence.ended:
-                self._replies.remove(reply)
-                reply.deliver(reply.sequence.error)
+            try:
+                while reply.sequence.steps:
+                    reply.deliver(reply.sequence.steps.popleft())
+                if reply.sequence.ended:
+                    self._replies.remove(reply)
+                    reply.deliver(reply.sequence.error)
+            except Exception:
+                log.exception("nobody can hear a reply any more: it ends")
+                reply.scheduler.drop(reply.sequence)
 
 
 def _settle(future: Future[T], work: Callable[[], T]) -> None:

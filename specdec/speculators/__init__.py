@@ -75,6 +75,9 @@ class Speculator(Protocol):
         ``top``, where given, is what the target says after the positions from ``start`` on.
         """
 
+    def expect(self, token_ids: Sequence[int]) -> None:
+        """After `begin`: the reply will probably be much like ``token_ids``, which are no part of the context."""
+
     def propose(self, request: DraftRequest) -> Proposal:
         """The most promising tree within ``request``."""
         ...

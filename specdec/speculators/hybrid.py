@@ -93,6 +93,13 @@ class HybridSpeculator:
         if 0 < start + len(ids) == self._size - 1 and len(ids):
             self._previous = ids[-1], probs[-1]
 
+    def expect(self, token_ids: Sequence[int]) -> None:
+        """Let guesses be copied from ``token_ids``, as if they had followed the context once before."""
+        self._reserve(len(token_ids))
+        start, stop = self._size, self._size + len(token_ids)
+        self._tokens[start:stop] = token_ids
+        tally_text(self._context, self._tokens, start, stop, self._orders, 0.0)
+
     def propose(self, request: DraftRequest) -> Proposal:
         """The tree within ``request`` whose path probabilities have the largest sum."""
         if not self._size:

@@ -107,6 +107,10 @@ class Recorder:
             self._views.append(top)
         self.speculator.begin(token_ids, top, start)
 
+    def expect(self, token_ids: Sequence[int]) -> None:
+        """As the other one."""
+        self.speculator.expect(token_ids)
+
     def propose(self, request: DraftRequest) -> Proposal:
         """The other one's proposal."""
         return self.speculator.propose(request)

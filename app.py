@@ -28,10 +28,15 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
+import uvicorn
 
 from specdec.engine import SpeculativeEngine
 from specdec.errors import LoadError
-from specdec.serving.hosts import EVERY_ADDRESS, LOCAL, Hosts
+from specdec.serving.asgi import App
+from specdec.serving.bodies import Bodies
+from specdec.serving.clients import Clients
+from specdec.serving.hosts import EVERY_ADDRESS, LOCAL, AllowedHosts, Hosts
+from specdec.serving.http import Api
 from specdec.serving.service import Service
 from specdec.target import UnsupportedModelError
 from ui import zerogpu
@@ -82,6 +87,13 @@ def parser() -> argparse.ArgumentParser:
         help="ask visitors for this name and password; may be repeated, and the first is the owner of a shared page, who may "
         "change its model and its memory",
     )
+    page.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="let programs that show this key use the OpenAI-compatible API (/v1); without it the API is there only for this "
+        "machine, on a page without --auth",
+    )
+    page.add_argument("--no-page", action="store_true", help="serve the API alone")
     page.add_argument(
         "--public",
         action="store_true",
@@ -135,6 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         auth = _auth(options.auth)
         if options.trusted_proxies < 0:
             raise StartError("--trusted-proxies takes a number of proxies, 0 or more.")
+        if options.no_page and options.api_key is None and _is_public(options):
+            raise StartError("--no-page on an address that is open to others needs --api-key KEY.")
         if not ON_SPACE:
             _check_port(options.host, options.port)
             if options.host not in LOCAL:
@@ -142,6 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # ZeroGPU gives weights to the GPU only from the main thread; elsewhere the service's thread does all the work
         service = Service()
         service.use(_engine(options) if ON_ZEROGPU else service.call(lambda: _engine(options)))
+        if options.no_page:
+            return _serve_api(service, options)
         with tempfile.TemporaryDirectory(prefix="token-tree-", ignore_cleanup_errors=True) as uploads:
             os.environ["GRADIO_TEMP_DIR"] = uploads
             listeners = Listeners()
@@ -149,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             gc.freeze()  # nor is there any among what stays from here on
             _say("ready" if ON_SPACE else f"ready at http://{_url_host(options.host)}:{options.port} (Ctrl+C ends it)")
             in_browser = not (options.no_browser or _is_public(options))
-            page.launch(inbrowser=in_browser, auth=auth, prevent_thread_lock=True, **_serving(options, listeners))
+            page.launch(inbrowser=in_browser, auth=auth, prevent_thread_lock=True, **_serving(service, options, listeners))
             _wait(page)
             service.close()
             service.join(10)
@@ -225,7 +241,31 @@ def _remembers(options: argparse.Namespace) -> bool:
     return not ON_SPACE and (not _is_public(options) if options.memory is None else bool(options.memory))
 
 
-def _serving(options: argparse.Namespace, listeners: Listeners) -> dict[str, Any]:
+def _serve_api(service: Service, options: argparse.Namespace) -> int:
+    """Serve the HTTP API without the page, until interrupted; the exit code."""
+    if options.parallel is None:
+        service.later(lambda: service.line.widen(service.widest()))
+    else:
+        service.line.widen(options.parallel)
+    limits = _limits(options)
+    app: App = Bodies(Api(service, service.line, api_key=options.api_key).app(), limits.body_bytes)
+    app = AllowedHosts(app, Hosts.served(options.host, options.port, options.allow_host))
+    app = Clients(app, options.trusted_proxies, lambda: _say(_proxy_hint(_is_public(options))))
+    _say(f"the API is ready at http://{_url_host(options.host)}:{options.port}/v1 (Ctrl+C ends it)")
+    uvicorn.run(app, host=options.host, port=options.port, log_level="warning", proxy_headers=False)
+    service.close()
+    service.join(10)
+    return 0
+
+
+def _api_routes(service: Service, options: argparse.Namespace) -> list[Any]:
+    """The routes of the HTTP API: beside a page for this machine alone, elsewhere for who has the key."""
+    if ON_ZEROGPU or (options.api_key is None and (_is_public(options) or options.auth is not None)):
+        return []
+    return list(Api(service, service.line, api_key=options.api_key).router().routes)
+
+
+def _serving(service: Service, options: argparse.Namespace, listeners: Listeners) -> dict[str, Any]:
     """Arguments of ``launch``; on a Space the platform decides where to listen, and under which names."""
     where = {} if ON_SPACE else {"server_name": _url_host(options.host), "server_port": options.port}
     os.environ["FORWARDED_ALLOW_IPS"] = ""  # of proxies the gate takes care, and not uvicorn
@@ -248,7 +288,7 @@ def _serving(options: argparse.Namespace, listeners: Listeners) -> dict[str, Any
         "quiet": True,
         "max_threads": MAX_PENDING,
         "state_session_capacity": MAX_PENDING,
-        "app_kwargs": {"lifespan": lifespan},
+        "app_kwargs": {"lifespan": lifespan, "routes": _api_routes(service, options)},  # they come before Gradio's
         "max_file_size": "1mb" if _is_public(options) else "64mb",
     }
 

@@ -55,7 +55,7 @@ def serving(service: Service, *arguments: str) -> Iterator[str]:
         for name in ("FORWARDED_ALLOW_IPS", "no_proxy", "NO_PROXY"):
             patch.setenv(name, "")
         page = app._page(service, options, listeners)
-        launched = app._serving(options, listeners)
+        launched = app._serving(service, options, listeners)
         page.launch(auth=app._auth(options.auth), prevent_thread_lock=True, **launched)
         try:
             yield f"http://127.0.0.1:{port}"

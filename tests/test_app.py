@@ -20,6 +20,7 @@ from toys import ARCHITECTURES, tiny_model, tokenizer
 
 import app
 from specdec.folders import cache_folder
+from specdec.serving.service import Service
 from specdec.speculators import _compiled
 from ui.gate import Listeners
 
@@ -110,7 +111,7 @@ def test_an_open_host_says_what_it_exposes(capsys: pytest.CaptureFixture[str], f
 
 
 def test_it_never_shares_and_keeps_no_run_history() -> None:
-    serving = app._serving(app.parser().parse_args([]), Listeners())
+    serving = app._serving(Service(), app.parser().parse_args([]), Listeners())
     assert (serving["share"], serving["run_history"], serving["server_name"]) == (False, False, "127.0.0.1")
 
 
@@ -263,3 +264,49 @@ def test_help_names_every_option_and_needs_no_model() -> None:
     done = subprocess.run([sys.executable, "app.py", "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
     for option in ("--model", "--device", "--dtype", "--host", "--port", "--auth", "--no-browser", "--trust-remote-code"):
         assert option in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "offered"),
+    [
+        ([], True),
+        (["--auth", "me:secret"], False),
+        (["--public"], False),
+        (["--host", "0.0.0.0"], False),
+        (["--host", "0.0.0.0", "--api-key", "k"], True),
+        (["--auth", "me:secret", "--api-key", "k"], True),
+    ],
+)
+def test_the_api_is_there_for_this_machine_and_elsewhere_for_who_has_the_key(arguments: list[str], offered: bool) -> None:
+    routes = app._api_routes(Service(), app.parser().parse_args(arguments))
+    assert bool(routes) is offered
+
+
+def test_the_api_alone_is_not_opened_to_others_without_a_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.main(["--no-page", "--public"]) == 1
+    assert "--no-page on an address that is open to others needs --api-key KEY" in capsys.readouterr().err
+
+
+def test_the_api_alone_answers_and_ends_with_the_program(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    with started(port, "--no-page") as process:
+        said = ""
+        assert process.stderr is not None
+        while "the API is ready at" not in said:
+            said = process.stderr.readline()
+            assert said
+        address = f"http://127.0.0.1:{port}"
+        wait = time.monotonic() + 60
+        while True:
+            try:
+                assert httpx.get(f"{address}/health").status_code == 200
+                break
+            except httpx.ConnectError:
+                assert time.monotonic() < wait
+        assert httpx.get(f"{address}/v1/models").json()["object"] == "list"
+        assert httpx.get(f"{address}/v1/models", headers={"Origin": "http://elsewhere.example"}).status_code == 403
+        assert httpx.get(f"{address}/").status_code == 404
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0

@@ -316,3 +316,19 @@ def test_on_a_shared_page_only_the_owner_may_change_model_and_memory(
         assert "chosen by the owner" in told["bob", "load"]
         assert "Wiped" in told["alice", "wipe"]
         assert "does not exist" in told["alice", "load"]
+
+
+def test_the_api_beside_the_page_answers_this_machine_and_no_website(engine: Held) -> None:
+    with serving(engine.service) as address:
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "model": engine.engine.name}
+        answer = httpx.post(f"{address}/v1/chat/completions", json=body)
+        assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 4)
+        website = {"Origin": "http://a.example"}
+        assert httpx.post(f"{address}/v1/chat/completions", json=body, headers=website).status_code == 403
+        assert "Token Tree Chat" in httpx.get(address).text
+    with serving(engine.service, "--public") as address:
+        assert httpx.post(f"{address}/v1/chat/completions", json=body).status_code in (404, 405)
+    with serving(engine.service, "--public", "--api-key", "secret") as address:
+        assert httpx.post(f"{address}/v1/chat/completions", json=body).status_code == 401
+        key = {"Authorization": "Bearer secret"}
+        assert httpx.post(f"{address}/v1/chat/completions", json=body, headers=key).status_code == 200

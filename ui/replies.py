@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from specdec.engine import SpeculativeEngine
 from specdec.prompt import Prompt, PromptError, encode, fair_share
-from specdec.serving.line import GaveUp, Line
+from specdec.serving.line import GaveUp
 from specdec.serving.service import Service
 from specdec.stats import Stats
 from specdec.step import Step
@@ -70,7 +70,7 @@ class Replies:
         self.limits = limits
         self.service = service
         self.decoder = LentDecoder(service) if ON_ZEROGPU else Decoder(service)
-        self.line = Line()
+        self.line = service.line
         self.pending = Pending(limits.pending)
         self._listeners: list[Callable[[Chat, Settings, Stats], None]] = []
 

@@ -22,6 +22,7 @@ from specdec.engine import SpeculativeEngine
 from specdec.prompt import Message, Prompt
 from specdec.scheduler import Scheduler
 from specdec.sequence import Sequence
+from specdec.serving.line import Line
 from specdec.step import Step
 
 T = TypeVar("T")
@@ -53,9 +54,13 @@ class Reply:
 
 
 class Service:
-    """Runs an engine in a thread of its own. ``engine`` may come later, and be exchanged, by `use`."""
+    """Runs an engine in a thread of its own. ``engine`` may come later, and be exchanged, by `use`.
+
+    Whoever wants a reply first takes a place in ``line``.
+    """
 
     def __init__(self, engine: SpeculativeEngine | None = None) -> None:
+        self.line = Line()
         self._engine: SpeculativeEngine | None = None
         self._told: list[Callable[[str], None]] = []
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()

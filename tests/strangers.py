@@ -38,9 +38,10 @@ class Held:
         return self._run(*arguments, **named)
 
     def _noting(self, prompt: Any, *arguments: Any, **named: Any) -> Any:
-        said = self.engine.tokenizer.decode(prompt.token_ids)
+        request = self._request(prompt, *arguments, **named)
+        said = self.engine.tokenizer.decode(request.prompt.token_ids)
         self.begun.append(said.split("<|user|>")[-1].split("<|end|>")[0])
-        return self._request(prompt, *arguments, **named)
+        return request
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -125,21 +126,10 @@ class Scheduler:
         with self.lock:
             clock = _Clock()
             turns = clock.time("draft", self._propose)
-            groups = [turns] if turns else []
-            while groups:
-                group = groups.pop(0)
-                try:
-                    clock.time("verify", lambda group=group: self.with_room(lambda: self._verify(group)))
-                except Exception as error:
-                    if len(group) == 1:
-                        self._fail(group[0], error)
-                    else:
-                        log.warning("a pass over %d texts failed (%s): each has one of its own", len(group), first_line(error))
-                        groups = [[turn] for turn in group]
-                    continue
-                group = clock.time("accept", lambda group=group: self._each(group, self._accept))
-                group = clock.time("commit", lambda group=group: self._each(group, self._commit))
-                self._hand_out(group, clock)
+            for group in self._verified(turns, clock):
+                accepted = clock.time("accept", partial(self._each, group, self._accept))
+                committed = clock.time("commit", partial(self._each, accepted, self._commit))
+                self._hand_out(committed, clock)
             return bool(turns)
 
     def with_room(self, work: Callable[[], T]) -> T:
@@ -251,6 +241,22 @@ class Scheduler:
             turn.tree = TokenTree.chain(turn.sequence.unread[: max(limit // len(turns), 1)])
 
     # verify
+
+    def _verified(self, turns: list[Turn], clock: _Clock) -> Iterator[list[Turn]]:
+        """The turns of each pass, once it is done: all of them, or where that fails each alone, so that it fails alone."""
+        groups = [turns] if turns else []
+        while groups:
+            group = groups.pop(0)
+            try:
+                clock.time("verify", partial(self.with_room, partial(self._verify, group)))
+            except Exception as error:
+                if len(group) == 1:
+                    self._fail(group[0], error)
+                else:
+                    log.warning("a pass over %d texts failed (%s): each has one of its own", len(group), first_line(error))
+                    groups = [[turn] for turn in group]
+            else:
+                yield group
 
     def _verify(self, turns: Sequence[Turn]) -> None:
         """The target pass, and what the host learns of it."""

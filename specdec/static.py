@@ -183,7 +183,7 @@ class _Frame:
         self._count, self._width, size = count, width, 8 * count * (3 * width + 1)
         self._inputs = torch.zeros(size + count * width * width, dtype=torch.uint8, device=buffer.device)
         integers = self._inputs[:size].view(torch.int64).view(count, -1)
-        self.token_ids, self.positions, self.targets, self.prefix = integers.split([width, width, width, 1], dim=1)
+        self.token_ids, self.positions, self.targets, self.prefix = integers.split_with_sizes([width, width, width, 1], dim=1)
         self.hidden = self._inputs[size:].view(torch.bool).view(count, width, width)
         self.logits = buffer[: count * width].view(count, width, -1)
 

@@ -18,6 +18,8 @@ from specdec.tree import common_length
 
 LEAST_SHARED = 16
 """Tokens from which a prefix that somebody else has is worth a copy, or worth waiting for while they read it."""
+MOST_KEPT = 64
+"""Texts that are kept after their replies: each new one is compared with all of them."""
 SHARE_OF_MEMORY = 0.25
 """Of the memory that is free at the start, what texts may keep after their replies."""
 
@@ -131,7 +133,7 @@ class Prefixes:
         self._kept.pop(text, None)
         if text.owner is not None and text.token_ids:
             self._kept[text] = None
-        while self.nbytes > self.limit and len(self._kept) > 1:
+        while len(self._kept) > 1 and (len(self._kept) > MOST_KEPT or self.nbytes > self.limit):
             oldest = next(iter(self._kept))
             self._kept.pop(oldest)
             if not oldest.busy:

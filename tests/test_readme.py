@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -49,6 +50,12 @@ def test_the_run_command_serves_the_page(unused_tcp_port: int) -> None:
     server = subprocess.Popen([sys.executable, "app.py", "--no-browser", "--port", str(unused_tcp_port)], cwd=ROOT)
     try:
         assert "Token Tree Chat" in wait_for(f"http://127.0.0.1:{unused_tcp_port}/", server)
+        (example,) = (line for block in blocks("bash") for line in block.splitlines() if line.startswith("curl "))
+        _, address, _, header, _, body = shlex.split(example)
+        name, value = header.split(": ")
+        asked = urllib.request.Request(address.replace("7860", str(unused_tcp_port)), body.encode(), {name: value})
+        with urllib.request.urlopen(asked) as answer:
+            assert json.load(answer)["choices"][0]["message"]["content"]
     finally:
         server.terminate()
         server.wait(20)

@@ -6,8 +6,7 @@ import gc
 
 gc.disable()  # what imports make stays, and looking for garbage among it takes a second
 
-from ui.proxies import bypass, unusable
-from ui.space import ON_SPACE, ON_ZEROGPU
+from ui.environment import ON_SPACE, ON_ZEROGPU, bypass, unusable
 
 bypass()
 if reason := unusable():
@@ -29,24 +28,26 @@ from typing import Any
 
 import gradio as gr
 
+from specdec.devices import leave_a_core
 from specdec.engine import SpeculativeEngine
 from specdec.errors import LoadError
 from specdec.serving.hosts import EVERY_ADDRESS, LOCAL, Hosts
 from specdec.serving.service import Service
 from specdec.target import UnsupportedModelError
 from ui import zerogpu
-from ui.gate import Listeners, gate
-from ui.limits import PRIVATE, PUBLIC, Limits
-from ui.look import TITLE, look
+from ui.middleware import Listeners, middleware
 from ui.models import chat_engine
 from ui.page import build
-from ui.trace import TraceError, load_trace, to_html
-from ui.turns import ENDING, leave_a_core
+from ui.panel import to_html
+from ui.stop import ENDING
+from ui.theme import TITLE, launch_arguments
+from ui.trace import TraceError, load_trace
+from ui.visitors import PRIVATE, PUBLIC, Limits
 
 gc.enable()
 
 MAX_PENDING = 500
-"""Events that wait or run at once, of all visitors together; waiting takes no thread of Gradio's (`ui.pump.apart`)."""
+"""Events that wait or run at once, of all visitors together. Waiting takes no thread of Gradio's (`ui.stream`)."""
 
 
 class StartError(Exception):
@@ -228,9 +229,9 @@ def _remembers(options: argparse.Namespace) -> bool:
 def _serving(options: argparse.Namespace, listeners: Listeners) -> dict[str, Any]:
     """Arguments of ``launch``; on a Space the platform decides where to listen, and under which names."""
     where = {} if ON_SPACE else {"server_name": _url_host(options.host), "server_port": options.port}
-    os.environ["FORWARDED_ALLOW_IPS"] = ""  # of proxies the gate takes care, and not uvicorn
+    os.environ["FORWARDED_ALLOW_IPS"] = ""  # of proxies `ui.middleware` takes care, and not uvicorn
     bypass("" if options.host in EVERY_ADDRESS else options.host)
-    lifespan = gate(
+    lifespan = middleware(
         listeners,
         _limits(options),
         hosts=None if ON_SPACE else Hosts.served(options.host, options.port, options.allow_host),
@@ -239,7 +240,7 @@ def _serving(options: argparse.Namespace, listeners: Listeners) -> dict[str, Any
         hint=lambda: _say(_proxy_hint(_is_public(options))),
     )
     return {
-        **look(),
+        **launch_arguments(),
         **where,
         "run_history": False,
         "ssr_mode": False,

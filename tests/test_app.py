@@ -21,7 +21,7 @@ from toys import ARCHITECTURES, tiny_model, tokenizer
 import app
 from specdec.folders import cache_folder
 from specdec.speculators import _compiled
-from ui.gate import Listeners
+from ui.middleware import Listeners
 
 ROOT = Path(app.__file__).parent
 

@@ -25,7 +25,7 @@ from specdec.engine import SpeculativeEngine
 from specdec.folders import cache_folder
 from specdec.serving.line import Line
 from specdec.serving.service import Service
-from ui.chat import ChatHandlers
+from ui.handlers import ChatHandlers
 from ui.models import SUGGESTIONS, Models, ModelSection
 from ui.page import build
 from ui.settings import Settings
@@ -50,10 +50,10 @@ LOADING = {"device": "cpu", "dtype": "float32"}
 
 def section() -> tuple[ChatHandlers, ModelSection]:
     handlers = ChatHandlers(Service(SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer())), memory=True)
-    assert handlers.keeper is not None
-    handlers.keeper.open()
+    assert handlers.memory_store is not None
+    handlers.memory_store.open()
     with gr.Blocks():
-        models = Models(handlers.replies, handlers.tabs, handlers.keeper, LOADING)
+        models = Models(handlers.replies, handlers.tabs, handlers.memory_store, LOADING)
         return handlers, ModelSection(models, handlers.replies, gr.HTML(), lambda: handlers.model_facts["name"])
 
 
@@ -83,18 +83,18 @@ def test_a_chat_goes_on_with_the_new_model_and_the_old_one_is_freed(other: Path)
 
 def test_memory_follows_the_model(other: Path) -> None:
     handlers, models = section()
-    keeper = handlers.keeper
-    assert keeper is not None
+    store = handlers.memory_store
+    assert store is not None
     send(handlers, QUESTION)
-    assert keeper.memory is not None
-    path, known = keeper.path, len(keeper.memory)
+    assert store.memory is not None
+    path, known = store.path, len(store.memory)
     list(models.load(str(other), tab()))
-    assert keeper.path != path
-    assert len(keeper.memory) == 0
+    assert store.path != path
+    assert len(store.memory) == 0
     assert path is not None
     assert path.exists(), "what the old model's chats taught is saved"
-    keeper.memory.load(path)
-    assert len(keeper.memory) == known
+    store.memory.load(path)
+    assert len(store.memory) == known
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "not a name!", "{tmp}"])

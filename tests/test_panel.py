@@ -19,9 +19,8 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from steps import chain, random_steps, random_trace, random_tree, token_text
 
 from specdec.draw import to_networkx
-from ui.frontend import ASSETS
-from ui.panel import PanelFeed, complaint, live_panel, replay
-from ui.trace import Recorder, load_trace, to_html
+from ui.panel import ASSETS, PanelFeed, complaint, live_panel, replay, to_html
+from ui.trace import Recorder, load_trace
 
 SECONDS, STEPS_PER_SECOND, NODES = 30, 25, 32
 HOSTILE = [

@@ -22,10 +22,9 @@ from specdec.step import FinishReason
 from specdec.text import SpecialText
 from specdec.tree import Source
 from ui import trace as traces
-from ui.frontend import EXAMPLE
-from ui.panel import replay
+from ui.panel import EXAMPLE, replay, to_html
 from ui.record import main as record_trace
-from ui.trace import Recorder, TraceError, load_trace, save_trace, to_html
+from ui.trace import Recorder, TraceError, load_trace, save_trace
 
 
 @pytest.fixture

@@ -23,13 +23,12 @@ from specdec.serving.clients import client_address
 from specdec.serving.line import Line, Place
 from specdec.serving.service import Service
 from ui import visitors
-from ui.chat import ChatHandlers, Frame
-from ui.chats import MAX_TABS, Finished, Message, Tabs
-from ui.limits import PRIVATE, PUBLIC, Limits
+from ui.handlers import ChatHandlers, Frame
 from ui.page import build
-from ui.relay import Relay
 from ui.settings import MAX_TOKENS, Settings
-from ui.visitors import Pending, Shared, TooManyError
+from ui.state import MAX_TABS, Finished, Message, Tabs
+from ui.stream import ReplyStreams
+from ui.visitors import PRIVATE, PUBLIC, Limits, Pending, Shared, TooManyError
 
 VALUES = ("tree", "auto", 0, 1, 0, 40, "")
 LONG = ("tree", "auto", 0, 1, 0, 110, "")
@@ -270,16 +269,16 @@ def test_what_nobody_uses_is_forgotten() -> None:
 
 
 def test_a_reply_that_was_begun_and_never_streamed_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ui.relay.UNSTREAMED", 0.0)
-    handlers, relay = limited(pending=1)[0], Relay()
+    monkeypatch.setattr("ui.stream.UNSTREAMED", 0.0)
+    handlers, streams = limited(pending=1)[0], ReplyStreams()
     for name in "abc":
-        relay.begin(handlers.send)("hi", visitor(name), *SHORT)
+        streams.begin(handlers.send)("hi", visitor(name), *SHORT)
     assert handlers.replies.pending.total == 1
-    monkeypatch.setattr("ui.relay.UNSTREAMED", math.inf)
-    handlers, relay = limited(pending=1)[0], Relay()
-    relay.begin(handlers.send)("hi", visitor("a"), *SHORT)
+    monkeypatch.setattr("ui.stream.UNSTREAMED", math.inf)
+    handlers, streams = limited(pending=1)[0], ReplyStreams()
+    streams.begin(handlers.send)("hi", visitor("a"), *SHORT)
     with pytest.raises(gr.Error, match="already have 1"):
-        relay.begin(handlers.send)("hi", visitor("b"), *SHORT)
+        streams.begin(handlers.send)("hi", visitor("b"), *SHORT)
 
 
 def test_a_visitor_has_so_many_replies_pending_and_is_told_so() -> None:

@@ -68,7 +68,6 @@ from specdec.stats import Stats
 from specdec.step import FinishReason, Step, TargetView, Timings
 from specdec.text import SpecialText
 from specdec.tree import Source, TokenTree
-from ui import frontend
 
 FORMAT, VERSION = "specdec-trace", 1
 MAX_BYTES = 32 * 2**20
@@ -165,21 +164,6 @@ def load_trace(source: Path | str) -> Json:
         "text": _field(trace, "text", str),
         "steps": list(_records(steps)),
     }
-
-
-def to_html(trace: Json) -> str:
-    """A page that replays the trace: opens from disk, needs no network."""
-    scripts = (path.read_text(encoding="utf-8") for path in (frontend.PLOTLY, *frontend.SCRIPTS))
-    parts = {
-        "style": frontend.STYLE.read_text(encoding="utf-8"),
-        "scripts": "\n".join(scripts).replace("</script", "<\\/script"),
-        "trace": json.dumps(trace).replace("<", "\\u003c"),
-    }
-    page = frontend.PAGE.read_text(encoding="utf-8")
-    for name, text in parts.items():
-        before, after = page.split(f"<!--{name}-->")
-        page = before + text + after
-    return page
 
 
 def _read(path: Path) -> str:

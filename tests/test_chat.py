@@ -292,7 +292,7 @@ def test_another_reply_is_waited_for_visibly_and_can_be_given_up(slow: ChatHandl
     while not footer:
         next(second)
         footer = slow.tabs.chat("b").messages[1].footer
-    assert footer == "waiting for 1 other before this one"
+    assert footer == "waiting: 1 reply is ahead of this one"
     slow.stop(tab("b"))
     list(second)
     assert slow.tabs.chat("b").messages[1].state == "stopped"

@@ -139,8 +139,8 @@ def test_each_tab_stops_its_own_loading_and_sees_its_place(other: Path) -> None:
     with busy(handlers):
         first, second = models.load(str(other), tab("a")), models.load(str(other), tab("b"))
         lines = [next(frames)[0] for frames in (first, second) for _ in range(3)]
-        assert "Waiting for 1 other before this one" in str(lines[:3])
-        assert "Waiting for 2 others before this one" in str(lines[3:])
+        assert "Waiting: 1 reply is ahead of this one" in str(lines[:3])
+        assert "Waiting: 2 replies are ahead of this one" in str(lines[3:])
         models.stop(tab("a"))
         assert "Stopped." in last_line(first)
     assert "other-model is ready" in last_line(second)

@@ -259,7 +259,7 @@ def test_two_tabs_take_turns_and_do_not_mix(page: Page, context: BrowserContext,
     say(page, LONG)
     wait_for_text(page, 10)
     say(other, "Name a colour.")
-    expect(other.locator(".bot-row")).to_contain_text("waiting for 1 other before this one")
+    expect(other.locator(".bot-row")).to_contain_text("waiting: 1 reply is ahead of this one")
     stop(page)
     finish(other)
     expect(other.locator(".user-row")).to_have_text("Name a colour.")

@@ -105,6 +105,12 @@ def test_a_recorded_trace_tells_model_number_format_and_device(tmp_path: Path, m
     assert load_trace(tmp_path / "reply.json")["model"] == facts
 
 
+def test_a_trace_keeps_how_many_replies_shared_a_pass_and_an_older_one_shared_none(trace: dict[str, Any]) -> None:
+    trace["steps"][0]["sequences"] = 3
+    del trace["steps"][1]["sequences"]
+    assert [record["sequences"] for record in load_trace(json.dumps(trace))["steps"][:2]] == [3, 1]
+
+
 BROKEN = [
     ("index", 3, "index"),
     ("tree", None, "tree"),
@@ -132,6 +138,8 @@ BROKEN = [
     ("target.next_rank", -1, "next_rank"),
     ("target.next_rank", None, "go together"),
     ("note", 7, "note"),
+    ("sequences", 0, "sequences"),
+    ("sequences", 1.5, "sequences"),
     ("special", {"2": 7}, "special"),
     ("special", {"<img>": "a"}, "special"),
     ("special", ["a"], "special"),

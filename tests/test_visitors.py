@@ -78,12 +78,12 @@ def wait(frames: Iterator[Frame], handlers: ChatHandlers, name: str, place: str)
 def test_who_waits_sees_the_place_and_who_leaves_frees_theirs(slow: ChatHandlers) -> None:
     first = begin(slow, "a")
     second, third = (slow.send("question", visitor(name), *SHORT) for name in "bc")
-    wait(second, slow, "b", "waiting for 1 other before this one")
-    assert "waiting for 1 other before this one" in next(second)[2], "the panel must say so, too"
-    wait(third, slow, "c", "waiting for 2 others before this one")
+    wait(second, slow, "b", "waiting: 1 reply is ahead of this one")
+    assert "waiting: 1 reply is ahead of this one" in next(second)[2], "the panel must say so, too"
+    wait(third, slow, "c", "waiting: 2 replies are ahead of this one")
     second.close()  # type: ignore[attr-defined]  # what Gradio does when the tab closes
     slow.leave(visitor("b"))
-    wait(third, slow, "c", "waiting for 1 other before this one")
+    wait(third, slow, "c", "waiting: 1 reply is ahead of this one")
     slow.stop(visitor("a"))
     list(first)
     list(third)
@@ -96,7 +96,7 @@ def test_an_audit_waits_visibly_and_frees_its_place_when_its_visitor_leaves(slow
     first = begin(slow, "a")
     audit = slow.audit(visitor("b"))
     notices = slow.tabs.chat("b").messages[1].notices
-    while not (notices and notices[-1] == "audit: waiting for 1 other before this one"):
+    while not (notices and notices[-1] == "audit: waiting: 1 reply is ahead of this one"):
         next(audit)
         notices = slow.tabs.chat("b").messages[1].notices
     audit.close()  # type: ignore[attr-defined]
@@ -113,7 +113,7 @@ def test_a_comparison_waits_visibly_until_its_turn_comes(slow: ChatHandlers) -> 
     first = begin(slow, "a")
     race = slow.comparisons.run("b", "question", ["plain", "tree"], Settings.read(*SHORT))
     told = [json.loads(next(race))["status"] for _ in range(5)]  # some are told while nothing happens
-    assert (told[0], set(told[1:])) == ("The engine is getting ready …", {"Waiting for 1 other before this one …"})
+    assert (told[0], set(told[1:])) == ("The engine is getting ready …", {"Waiting: 1 reply is ahead of this one …"})
     slow.stop(visitor("a"))
     list(first)
     *told, last = [json.loads(payload) for payload in race]

@@ -251,8 +251,7 @@ class ChatHandlers:
                     if not self._shows(tab, chat, writing):
                         continue
                     if steps and not feed.recorder.records:  # another model may have come while this reply waited
-                        feed.recorder.header["model"] = self.model_facts
-                        feed.start()
+                        feed.start(self.model_facts)
                     yield self._frame(chat, panel=feed.steps(steps) if steps else feed.note(writing.place))
         finally:
             end = partial(feed.error, reply.notices[-1]) if reply.state == "failed" else partial(feed.end, writing.reason)

@@ -97,13 +97,13 @@ class MemoryStore:
         except ValueError as error:
             log.warning("%s: it is kept as %s, and the memory begins empty", error, set_aside(self.path).name)
         self._saved = memory.clock
-        self._replies.engine.memory = memory
+        self._replies.engine.use_memory(memory)
         self._tabs.cool()
 
     def close(self) -> None:
         """Save, and take the memory from the engine."""
         self.save()
-        self._replies.engine.memory = None
+        self._replies.engine.use_memory(None)
         self._tabs.cool()
         self._release()
 

@@ -15,7 +15,7 @@ Create it once, then yield strings to it::
         yield feed.error("one line for the reader")
 
 ``model`` and ``settings`` are flat dicts for display, ``prompt`` the chat messages. ``feed.note(text)`` shows a line above
-the tree until the next step ("waiting for ..."); a Step's own ``note`` is told in the sentence about it.
+the tree until the next step ("waiting: 1 reply is ahead ..."); a Step's own ``note`` is told in the sentence about it.
 ``feed.recorder.trace()`` is the reply as a trace, ``feed.recorder.stats`` its figures. Besides a feed's strings the panel
 takes `replay(trace, label)`, `complaint(line)` and "" (back to the recorded example).
 
@@ -139,8 +139,10 @@ class PanelFeed:
         """Whether the end brings the steps along only when asked."""
         return self._size > MAX_WHOLE
 
-    def start(self) -> str:
-        """The run begins: model, settings and prompt."""
+    def start(self, model: Mapping[str, Any] | None = None) -> str:
+        """The run begins: model, settings and prompt; ``model``: if it is another than at first."""
+        if model is not None:
+            self.recorder.header["model"] = dict(model)
         return self._payload({"kind": "start", **self.recorder.header})
 
     def steps(self, steps: Sequence[Step]) -> str:

@@ -47,7 +47,7 @@ class Waiting:
 
 def in_line(ahead: int) -> str:
     """What to tell somebody who waits for a turn: ``ahead`` others come first, with a reply, a comparison, a model to load."""
-    return f"waiting for {ahead} {'other' if ahead == 1 else 'others'} before this one"
+    return f"waiting: {'1 reply is' if ahead == 1 else f'{ahead} replies are'} ahead of this one"
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,8 @@ A *record* is one step, that is one target pass, over a tree of N nodes (the roo
     "text":           string         # the characters that became complete with them
     "timings":        floats         # seconds of "prefill" (0 but in the first step), "draft", "verify", "accept", "commit"
     "context_length": int            # tokens before the root
-    "plain_seconds":  float          # seconds of a plain single-token pass at this moment
+    "plain_seconds":  float          # seconds of a plain single-token pass at this moment; of a plain pass of the same replies,
+                                     # one token each, where several share the pass
     "finish_reason":  string         # of the last step: "eos", "stop_string", "stopping_criteria", "length", "context" or
                                      # "cancelled"; else null
     "target":                        # what the target thought of the nodes; or null
@@ -36,6 +37,7 @@ A *record* is one step, that is one target pass, over a tree of N nodes (the roo
       "next_prob":    float          # the same of next_token; or null, as both were not recorded at first
       "next_rank":    int
     "note":           string         # why nothing was drafted; or null
+    "sequences":      int            # how many replies were verified in this pass, this one included; 1 if it is missing
     "texts":          [N] strings    # the text of each node's token
     "token_texts":    [E] strings    # of each emitted token
     "next_text":      string         # of next_token
@@ -207,9 +209,10 @@ def _step(raw: Json) -> Step:
     token_ids = tuple(_list(raw, "token_ids", int))
     full = (*(int(tree.token_ids[node]) for node in verdict.path[1:]), verdict.next_token)
     _check(bool(token_ids) and token_ids == full[: len(token_ids)], '"token_ids" must follow the verdict')
-    finish, note = raw.get("finish_reason"), raw.get("note")
+    finish, note, sequences = raw.get("finish_reason"), raw.get("note"), raw.get("sequences", 1)
     _check(finish is None or finish in get_args(FinishReason), '"finish_reason" is unknown')
     _check(note is None or isinstance(note, str), '"note" must be a string or null')
+    _check(_is_a(sequences, int) and sequences > 0, '"sequences" must be 1 or more')
     timings = _field(raw, "timings", dict)
     return Step(
         index=_field(raw, "index", int),
@@ -223,6 +226,7 @@ def _step(raw: Json) -> Step:
         finish_reason=finish,
         target=_target(raw.get("target"), len(tree)),
         note=note,
+        sequences=sequences,
     )
 
 

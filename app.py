@@ -6,8 +6,7 @@ import gc
 
 gc.disable()  # what imports make stays, and looking for garbage among it takes a second
 
-from ui.proxies import bypass, unusable
-from ui.space import ON_SPACE, ON_ZEROGPU
+from ui.environment import ON_SPACE, ON_ZEROGPU, bypass, unusable
 
 bypass()
 if reason := unusable():
@@ -30,6 +29,7 @@ from typing import Any
 import gradio as gr
 import uvicorn
 
+from specdec.devices import leave_a_core
 from specdec.engine import SpeculativeEngine
 from specdec.errors import LoadError
 from specdec.serving.asgi import App
@@ -40,18 +40,26 @@ from specdec.serving.http import Api
 from specdec.serving.service import Service
 from specdec.target import UnsupportedModelError
 from ui import zerogpu
-from ui.gate import Listeners, gate
-from ui.limits import PRIVATE, PUBLIC, Limits
-from ui.look import TITLE, look
+from ui.middleware import Listeners, middleware
 from ui.models import chat_engine
 from ui.page import build
-from ui.trace import TraceError, load_trace, to_html
-from ui.turns import ENDING, leave_a_core
+from ui.panel import to_html
+from ui.stop import ENDING
+from ui.theme import TITLE, launch_arguments
+from ui.trace import TraceError, load_trace
+from ui.visitors import PRIVATE, PUBLIC, Limits
 
 gc.enable()
 
 MAX_PENDING = 500
-"""Events that wait or run at once, of all visitors together; waiting takes no thread of Gradio's (`ui.pump.apart`)."""
+"""Events that wait or run at once, of all visitors together. Waiting takes no thread of Gradio's (`ui.stream`)."""
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Names the default of an option where it is a value, and not merely that nothing is set."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return super()._get_help_string(action) if action.default else action.help
 
 
 class StartError(Exception):
@@ -63,14 +71,14 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="app.py",
         description="A chat app whose engine is tree-speculative decoding, drawn live in the browser.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Help,
     )
     model = parser.add_argument_group("model")
     model.add_argument(
         "--model",
         metavar="M",
-        help="a hub id (Qwen/Qwen2.5-0.5B-Instruct), a local folder, or a .gguf file; without it: Qwen2.5-1.5B-Instruct on a "
-        "CUDA GPU, else the small embedded model, fetched once",
+        help="a hub id (Qwen/Qwen2.5-0.5B-Instruct), a local folder, or a .gguf file. Default: Qwen2.5-1.5B-Instruct on a CUDA "
+        "GPU, otherwise the small embedded model, downloaded once",
     )
     model.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
     model.add_argument(
@@ -78,7 +86,9 @@ def parser() -> argparse.ArgumentParser:
     )
     model.add_argument("--trust-remote-code", action="store_true", help="let a model from the hub run Python code of its own")
     page = parser.add_argument_group("page")
-    page.add_argument("--host", default=LOCAL[0], help="address to serve on; any but a local one opens it to the network")
+    page.add_argument(
+        "--host", default=LOCAL[0], help="address to serve on; an address that is not local opens the page to the network"
+    )
     page.add_argument("--port", type=int, default=7860, help="port to serve on")
     page.add_argument(
         "--auth",
@@ -117,12 +127,12 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--study",
         action="store_true",
-        help="study the model's vocabulary while idle (some minutes, once per model): faster drafts",
+        help="learn the model's vocabulary while idle (takes minutes, once per model) for better drafts",
     )
     page.add_argument(
         "--memory",
         action=argparse.BooleanOptionalAction,
-        help="remember across chats, in a file on this machine, with a switch in the page; by default only where the page "
+        help="remember across chats, in a file on this machine; a switch in the page turns it off. Default: only if the page "
         "is served to this machine alone",
     )
     page.add_argument(
@@ -131,7 +141,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="replies that are written at once, in the same target passes; by default as many as pay and fit the memory",
     )
-    page.add_argument("--trace", metavar="FILE", help="draw a saved reply instead, as a page that needs no model and no server")
+    page.add_argument("--trace", metavar="FILE", help="draw a saved reply as a page; needs no model and no server")
     page.add_argument("--no-browser", action="store_true", help="do not open the page in the browser")
     return parser
 
@@ -218,7 +228,7 @@ def _engine(options: argparse.Namespace) -> SpeculativeEngine:
 def _draw_trace(file: Path, in_browser: bool) -> None:
     page = Path(tempfile.mkdtemp(prefix="token-tree-")) / f"{file.stem}.html"
     page.write_text(to_html(load_trace(file)), encoding="utf-8")
-    _say(f"{file.name} is drawn in {page}")
+    _say(f"{file.name} was drawn to {page}")
     if in_browser:
         webbrowser.open(page.as_uri())
 
@@ -268,9 +278,9 @@ def _api_routes(service: Service, options: argparse.Namespace) -> list[Any]:
 def _serving(service: Service, options: argparse.Namespace, listeners: Listeners) -> dict[str, Any]:
     """Arguments of ``launch``; on a Space the platform decides where to listen, and under which names."""
     where = {} if ON_SPACE else {"server_name": _url_host(options.host), "server_port": options.port}
-    os.environ["FORWARDED_ALLOW_IPS"] = ""  # of proxies the gate takes care, and not uvicorn
+    os.environ["FORWARDED_ALLOW_IPS"] = ""  # of proxies `ui.middleware` takes care, and not uvicorn
     bypass("" if options.host in EVERY_ADDRESS else options.host)
-    lifespan = gate(
+    lifespan = middleware(
         listeners,
         _limits(options),
         hosts=None if ON_SPACE else Hosts.served(options.host, options.port, options.allow_host),
@@ -279,7 +289,7 @@ def _serving(service: Service, options: argparse.Namespace, listeners: Listeners
         hint=lambda: _say(_proxy_hint(_is_public(options))),
     )
     return {
-        **look(),
+        **launch_arguments(),
         **where,
         "run_history": False,
         "ssr_mode": False,

@@ -110,6 +110,15 @@ def usable_cores() -> int:
     return max(math.ceil(min([float(bound), *map(_core_quota, _cgroups())])), 1)
 
 
+def leave_a_core() -> None:
+    """Keep one core for the page and the browser, unless ``OMP_NUM_THREADS`` says otherwise; call it in the device's thread.
+
+    The target's threads wait for the slowest of them, so on two busy cores one thread is faster than two.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(usable_cores() - 1, 1))
+
+
 def free_bytes(device: torch.device) -> float:
     """What is free there, with what torch keeps for later use: on the CPU no more than the container may take."""
     if device.type == "cuda":

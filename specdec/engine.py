@@ -77,6 +77,10 @@ class SpeculativeEngine:
         self.vocabulary = load_vocabulary(self.model)
         self._speculator = speculator
 
+    def use_memory(self, memory: Memory | None) -> None:
+        """Let new conversations draft from ``memory`` and learn into it; None: from no memory."""
+        self.memory = memory
+
     @property
     def pass_cost(self) -> PassCost:
         """What a pass costs on this device, by width: measured when first asked for, some two dozen passes."""

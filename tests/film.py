@@ -15,11 +15,11 @@ from browser import launch_browser, running_app
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from ui import frontend
+from ui import panel
 
 PROMPT = "Write a Python function that returns the largest of three numbers."
-FILM = frontend.ASSETS / "film.webp"
-SCREENSHOT = frontend.ASSETS / "screenshot.png"
+FILM = panel.ASSETS / "film.webp"
+SCREENSHOT = panel.ASSETS / "screenshot.png"
 FRAMES_PER_SECOND = 9
 LARGEST = 3_000_000
 FIND_STEP = """() => {

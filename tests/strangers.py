@@ -16,7 +16,7 @@ from toys import ARCHITECTURES, tiny_model, tokenizer
 import app
 from specdec.engine import SpeculativeEngine
 from specdec.serving.service import Service
-from ui.gate import Listeners
+from ui.middleware import Listeners
 
 
 class Held:

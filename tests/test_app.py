@@ -22,7 +22,7 @@ import app
 from specdec.folders import cache_folder
 from specdec.serving.service import Service
 from specdec.speculators import _compiled
-from ui.gate import Listeners
+from ui.middleware import Listeners
 
 ROOT = Path(app.__file__).parent
 
@@ -95,7 +95,7 @@ def test_a_saved_reply_is_drawn_without_a_model_and_anything_else_is_refused_in_
     opened: list[str] = []
     monkeypatch.setattr("webbrowser.open", opened.append)
     assert app.main(["--trace", str(ROOT / "ui/assets/demo-trace.json")]) == 0
-    assert "demo-trace.json is drawn in" in capsys.readouterr().err
+    assert "demo-trace.json was drawn to" in capsys.readouterr().err
     page = Path(opened[0].removeprefix("file://"))
     assert '"format": "specdec-trace"' in page.read_text(encoding="utf-8")
     (tmp_path / "odd.json").write_text("{}")

@@ -29,16 +29,15 @@ from specdec.engine import SpeculativeEngine
 from specdec.request import Decoding
 from specdec.serving.service import Service
 from specdec.step import Step
-from ui.audits import describe, why_differing
-from ui.chat import SKIP, ChatHandlers, Frame, show
-from ui.chats import MAX_MESSAGES, MAX_WARM, Chat, Message, Tabs, read_messages
+from ui.audit import describe, why_differing
 from ui.compare import LANES, Lane
-from ui.inert import inert
-from ui.limits import Clock
+from ui.handlers import SKIP, ChatHandlers, Frame, show
+from ui.markdown import safe_markdown
 from ui.page import build
-from ui.pump import Pump
-from ui.relay import Relay
 from ui.settings import Settings
+from ui.state import MAX_MESSAGES, MAX_WARM, Chat, Message, Tabs, read_messages
+from ui.stop import Clock
+from ui.stream import Producer, ReplyStreams
 from ui.trace import Recorder
 
 VALUES = ("tree", "auto", 0, 1, 0, 60, "", True)
@@ -105,7 +104,7 @@ def test_a_reply_is_the_engines_and_its_footer_the_stats(handlers: ChatHandlers)
     assert chat.messages[1].state == "done"
     assert "tok/s" in chat.messages[1].footer
     assert "plain" in chat.messages[1].footer
-    assert frames[-1][0][1]["content"][0]["text"] == inert(chat.messages[1].text)
+    assert frames[-1][0][1]["content"][0]["text"] == safe_markdown(chat.messages[1].text)
 
 
 def test_a_reply_that_begins_within_the_reasoning_is_what_the_engine_says_behind_the_tag() -> None:
@@ -118,7 +117,7 @@ def test_a_reply_that_begins_within_the_reasoning_is_what_the_engine_says_behind
     reply = handlers.tabs.chat("tab").messages[1].text
     assert reply.startswith("<think>\n")
     assert reply.count("<think>") == 1
-    assert inert(reply.removeprefix("<think>\n").strip()) == reasoning["content"]
+    assert safe_markdown(reply.removeprefix("<think>\n").strip()) == reasoning["content"]
     messages = [{"role": "user", "content": QUESTION}]
     assert reply.removeprefix("<think>\n") == handlers.engine.generate(messages, **Settings.read(*VALUES).arguments())
 
@@ -293,7 +292,7 @@ def test_another_reply_is_waited_for_visibly_and_can_be_given_up(slow: ChatHandl
     while not footer:
         next(second)
         footer = slow.tabs.chat("b").messages[1].footer
-    assert footer == "waiting for 1 other before this one"
+    assert footer == "waiting: 1 reply is ahead of this one"
     slow.stop(tab("b"))
     list(second)
     assert slow.tabs.chat("b").messages[1].state == "stopped"
@@ -336,12 +335,12 @@ def test_a_new_chat_takes_nothing_over_from_a_reply_that_is_still_written(slow: 
 
 
 @pytest.mark.parametrize("how", ["clear", "open"])
-def test_a_chat_that_is_left_takes_its_partial_reply_to_the_shelf(slow: ChatHandlers, how: str) -> None:
+def test_a_chat_that_is_left_takes_its_partial_reply_to_the_saved_chats(slow: ChatHandlers, how: str) -> None:
     frames = slow.send(QUESTION, tab(), *VALUES)
     reply = next_text(slow, frames)
     left = slow.tabs.chat("tab")
-    *_, shelf = slow.clear(tab()) if how == "clear" else slow.open(gr.EventData(None, {"id": "x", "messages": []}), tab())
-    told = json.loads(shelf)
+    *_, saved = slow.clear(tab()) if how == "clear" else slow.open(gr.EventData(None, {"id": "x", "messages": []}), tab())
+    told = json.loads(saved)
     assert told["left"]["id"] == left.id != told["current"]
     assert told["left"]["messages"][1]["text"] == reply.text != ""
     assert read_messages(told["left"]["messages"])[1].state == "stopped"
@@ -358,12 +357,12 @@ def test_an_undone_reply_is_gone_for_good(slow: ChatHandlers) -> None:
 
 
 def test_send_or_stop_is_told_by_the_reply_that_is_there(slow: ChatHandlers) -> None:
-    relay, told = Relay(), slow.settle
-    relay.begin(slow.send)(QUESTION, tab(), *VALUES[:5], 4, "")
-    list(relay.stream(tab()))
-    relay.begin(slow.send)(SECOND, tab(), *VALUES)
+    streams, told = ReplyStreams(), slow.settle
+    streams.begin(slow.send)(QUESTION, tab(), *VALUES[:5], 4, "")
+    list(streams.stream(tab()))
+    streams.begin(slow.send)(SECOND, tab(), *VALUES)
     assert told(tab())[1]["stop_btn"], "the first reply is settled when the second one has begun"
-    frames = relay.stream(tab())
+    frames = streams.stream(tab())
     next(frames)
     frames.close()  # type: ignore[attr-defined]
     _, box, panel, *_ = told(tab())
@@ -374,21 +373,21 @@ def test_send_or_stop_is_told_by_the_reply_that_is_there(slow: ChatHandlers) -> 
 
 
 def test_what_gradio_repeats_when_a_stream_ends_changes_nothing(handlers: ChatHandlers) -> None:
-    relay = Relay()
-    relay.begin(handlers.send)(QUESTION, tab(), *VALUES)
-    *_, last = relay.stream(tab())
+    streams = ReplyStreams()
+    streams.begin(handlers.send)(QUESTION, tab(), *VALUES)
+    *_, last = streams.stream(tab())
     assert last == (SKIP, SKIP), "the tab may show another chat by then"
 
 
 def test_a_reply_that_was_begun_and_never_streamed_ends(handlers: ChatHandlers) -> None:
-    relay = Relay()
+    streams = ReplyStreams()
     for text in (QUESTION, SECOND):
-        relay.begin(handlers.send)(text, tab(), *VALUES)
-    relay.begin(handlers.send)(" ", tab(), *VALUES)
-    list(relay.stream(tab()))
+        streams.begin(handlers.send)(text, tab(), *VALUES)
+    streams.begin(handlers.send)(" ", tab(), *VALUES)
+    list(streams.stream(tab()))
     assert [message.state for message in handlers.tabs.chat("tab").messages[1::2]] == ["stopped", "done"]
-    relay.begin(handlers.send)(QUESTION, tab(), *VALUES)
-    relay.leave(tab())
+    streams.begin(handlers.send)(QUESTION, tab(), *VALUES)
+    streams.leave(tab())
     assert not handlers.tabs.chat("tab").busy
 
 
@@ -587,7 +586,7 @@ def test_the_producer_is_never_paced_by_who_takes_the_batches() -> None:
             put(number)
         made.set()
 
-    batches = Pump(produce).batches()
+    batches = Producer(produce).batches()
     taken = list(next(batches))
     assert made.wait(30), "all are made while nobody takes more"
     taken += [number for batch in batches for number in batch]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from specdec import devices
+from specdec.devices import leave_a_core
 from specdec.zerogpu import gpu_is_lent
-from ui.turns import leave_a_core
 
 V1 = "5:cpuset:/box\n4:cpu,cpuacct:/box\n"
 V2 = "0::/box/app\n"
@@ -55,7 +55,7 @@ def test_where_nothing_is_told_of_groups_the_affinity_counts(monkeypatch: pytest
 def test_threads_are_chosen_from_the_usable_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.setattr("ui.turns.usable_cores", lambda: 2)
+    monkeypatch.setattr("specdec.devices.usable_cores", lambda: 2)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     leave_a_core()
     assert chosen == [1]

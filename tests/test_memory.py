@@ -22,10 +22,9 @@ from specdec.engine import SpeculativeEngine
 from specdec.serving.service import Service
 from specdec.speculators.memory import Memory, Remembered
 from specdec.speculators.vocabulary import Vocabulary
-from ui import keeper as keeper_module
-from ui.chat import ChatHandlers
-from ui.keeper import MemoryKeeper, count, rate
-from ui.memory import _taken_in
+from ui import memory as memory_module
+from ui.handlers import ChatHandlers
+from ui.memory import MemoryStore, _taken_in, count, rate
 from ui.page import build
 from ui.settings import Settings
 
@@ -41,11 +40,11 @@ def engine(seed: int = 0) -> SpeculativeEngine:
     return SpeculativeEngine(tiny_model(ARCHITECTURES["llama"], seed), tokenizer())
 
 
-def page_with_memory(seed: int = 0) -> tuple[ChatHandlers, MemoryKeeper]:
+def page_with_memory(seed: int = 0) -> tuple[ChatHandlers, MemoryStore]:
     handlers = ChatHandlers(Service(engine(seed)), memory=True)
-    assert handlers.keeper is not None
-    handlers.keeper.open()
-    return handlers, handlers.keeper
+    assert handlers.memory_store is not None
+    handlers.memory_store.open()
+    return handlers, handlers.memory_store
 
 
 def passes(handlers: ChatHandlers, name: str, text: str = QUESTION) -> int:
@@ -65,52 +64,52 @@ def test_a_second_chat_on_the_same_topic_takes_fewer_passes_with_memory_and_says
 
 
 def test_what_was_learnt_is_there_after_a_restart_and_for_this_model_only() -> None:
-    handlers, keeper = page_with_memory()
+    handlers, store = page_with_memory()
     first = passes(handlers, "a")
-    keeper.close()
-    assert keeper.path is not None
-    assert keeper.path.exists()
+    store.close()
+    assert store.path is not None
+    assert store.path.exists()
     restarted, _ = page_with_memory()
     assert passes(restarted, "b") < first
-    _, other_keeper = page_with_memory(seed=1)
-    assert other_keeper.path != keeper.path
-    assert other_keeper.memory is not None
-    assert len(other_keeper.memory) == 0
+    _, other_store = page_with_memory(seed=1)
+    assert other_store.path != store.path
+    assert other_store.memory is not None
+    assert len(other_store.memory) == 0
 
 
 def test_nothing_new_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    handlers, keeper = page_with_memory()
+    handlers, store = page_with_memory()
     passes(handlers, "a")
-    keeper.save()
-    assert keeper.path is not None
-    keeper.path.unlink()
-    keeper.save()
-    assert not keeper.path.exists()
+    store.save()
+    assert store.path is not None
+    store.path.unlink()
+    store.save()
+    assert not store.path.exists()
 
 
 def test_it_is_saved_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     at_exit: list[Any] = []
-    monkeypatch.setattr(keeper_module.atexit, "register", at_exit.append)
-    monkeypatch.setattr(keeper_module, "GLANCE", 1000)
+    monkeypatch.setattr(memory_module.atexit, "register", at_exit.append)
+    monkeypatch.setattr(memory_module, "GLANCE", 1000)
     handlers = ChatHandlers(Service(engine()), memory=True)
-    keeper = handlers.keeper
-    assert keeper is not None
-    keeper.start()
-    wait_for(lambda: keeper.memory is not None)
+    store = handlers.memory_store
+    assert store is not None
+    store.start()
+    wait_for(lambda: store.memory is not None)
     passes(handlers, "a")
-    assert keeper.path is not None
-    assert not keeper.path.exists()
+    assert store.path is not None
+    assert not store.path.exists()
     for work in at_exit:
         work()
-    assert keeper.path.exists()
+    assert store.path.exists()
 
 
 def test_off_means_off_for_chats_that_go_on_too_and_at_the_next_start() -> None:
-    handlers, keeper = page_with_memory()
+    handlers, store = page_with_memory()
     passes(handlers, "a")
-    memory = keeper.memory
+    memory = store.memory
     assert memory is not None
-    keeper.switch(False)
+    store.switch(False)
     known, clock = len(memory), memory.clock
     passes(handlers, "a", SECOND)
     passes(handlers, "b")
@@ -123,34 +122,34 @@ def test_off_means_off_for_chats_that_go_on_too_and_at_the_next_start() -> None:
 
 
 def test_wipe_empties_the_memory_and_deletes_its_file() -> None:
-    handlers, keeper = page_with_memory()
+    handlers, store = page_with_memory()
     first = passes(handlers, "a")
-    keeper.save()
-    keeper.wipe()
-    assert keeper.memory is not None
-    assert keeper.path is not None
-    assert (len(keeper.memory), keeper.memory.replies, keeper.path.exists()) == (0, [], False)
-    keeper.save()
-    assert not keeper.path.exists()
+    store.save()
+    store.wipe()
+    assert store.memory is not None
+    assert store.path is not None
+    assert (len(store.memory), store.memory.replies, store.path.exists()) == (0, [], False)
+    store.save()
+    assert not store.path.exists()
     assert passes(handlers, "b") == first
 
 
 def test_a_damaged_file_is_a_warning_and_an_empty_memory(caplog: pytest.LogCaptureFixture) -> None:
-    _, keeper = page_with_memory()
-    assert keeper.path is not None
-    keeper.path.write_bytes(b"not a memory")
-    keeper.open()
-    assert keeper.memory is not None
-    assert (len(keeper.memory), keeper.on) == (0, True)
-    assert str(keeper.path) in caplog.text
-    assert keeper.path.with_name(f"{keeper.path.name}.damaged").read_bytes() == b"not a memory"
-    assert not keeper.path.exists()
+    _, store = page_with_memory()
+    assert store.path is not None
+    store.path.write_bytes(b"not a memory")
+    store.open()
+    assert store.memory is not None
+    assert (len(store.memory), store.on) == (0, True)
+    assert str(store.path) in caplog.text
+    assert store.path.with_name(f"{store.path.name}.damaged").read_bytes() == b"not a memory"
+    assert not store.path.exists()
 
 
 def test_two_apps_do_not_undo_each_others_changes() -> None:
-    handlers, keeper = page_with_memory()
+    handlers, store = page_with_memory()
     passes(handlers, "a")
-    keeper.save()
+    store.save()
     other_handlers, other = page_with_memory()
     assert (other.on, other.memory) == (False, None)
     assert "another app" in other.why_off
@@ -158,12 +157,12 @@ def test_two_apps_do_not_undo_each_others_changes() -> None:
     other.save()
     with pytest.raises(OSError, match="another app"):
         other.wipe()
-    assert keeper.path is not None
-    assert keeper.path.exists()
-    keeper.wipe()
+    assert store.path is not None
+    assert store.path.exists()
+    store.wipe()
     other.save()
-    assert not keeper.path.exists(), "what was wiped stays wiped"
-    keeper.close()
+    assert not store.path.exists(), "what was wiped stays wiped"
+    store.close()
     other.switch(True)
     assert (other.on, other.memory is not None) == (True, True)
 
@@ -171,12 +170,12 @@ def test_two_apps_do_not_undo_each_others_changes() -> None:
 def test_whatever_fails_while_it_is_saved_the_next_time_it_is_saved_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(keeper_module.atexit, "register", lambda work: None)
-    monkeypatch.setattr(keeper_module, "GLANCE", 0.01)
+    monkeypatch.setattr(memory_module.atexit, "register", lambda work: None)
+    monkeypatch.setattr(memory_module, "GLANCE", 0.01)
     handlers = ChatHandlers(Service(engine()), memory=True)
-    keeper = handlers.keeper
-    assert keeper is not None
-    save, failed = keeper.save, threading.Event()
+    store = handlers.memory_store
+    assert store is not None
+    save, failed = store.save, threading.Event()
 
     def failing() -> None:
         if not failed.is_set():
@@ -184,35 +183,35 @@ def test_whatever_fails_while_it_is_saved_the_next_time_it_is_saved_again(
             raise RuntimeError("for once")
         save()
 
-    monkeypatch.setattr(keeper, "save", failing)
-    keeper.start()
+    monkeypatch.setattr(store, "save", failing)
+    store.start()
     wait_for(failed.is_set)
     passes(handlers, "a")
-    wait_for(lambda: keeper.path is not None and keeper.path.exists())
+    wait_for(lambda: store.path is not None and store.path.exists())
     assert "for once" in caplog.text
 
 
 def test_its_file_is_the_users_alone_and_what_killed_saves_left_goes(tmp_path: Path) -> None:
-    handlers, keeper = page_with_memory()
+    handlers, store = page_with_memory()
     passes(handlers, "a")
-    assert keeper.path is not None
-    left = keeper.path.with_name(f"{keeper.path.name}.{2**22 + 1}.partial")
+    assert store.path is not None
+    left = store.path.with_name(f"{store.path.name}.{2**22 + 1}.partial")
     left.write_bytes(b"half of one")
-    keeper.save()
-    assert keeper.path.stat().st_mode & 0o777 == 0o600
+    store.save()
+    assert store.path.stat().st_mode & 0o777 == 0o600
     assert not left.exists()
 
 
 def test_a_memory_of_replies_without_a_pass_is_shown_all_the_same() -> None:
     assert (rate([]), rate([Remembered(1, 3, 0)])) == (0, 3)
-    handlers, keeper = page_with_memory()
+    handlers, store = page_with_memory()
     passes(handlers, "a")
-    assert keeper.memory is not None
-    assert keeper.path is not None
-    keeper.memory.replies += [Remembered(1, 5, 0), Remembered(1, -5, 2)]
-    keeper.memory.save(keeper.path)
+    assert store.memory is not None
+    assert store.path is not None
+    store.memory.replies += [Remembered(1, 5, 0), Remembered(1, -5, 2)]
+    store.memory.save(store.path)
     again = Memory()
-    again.load(keeper.path)
+    again.load(store.path)
     assert len(again.replies) == 1
 
 
@@ -249,34 +248,34 @@ def damaged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def test_a_comparison_neither_uses_nor_feeds_the_memory() -> None:
-    handlers, keeper = page_with_memory()
+    handlers, store = page_with_memory()
     passes(handlers, "a")
-    assert keeper.memory is not None
-    clock = keeper.memory.clock
+    assert store.memory is not None
+    clock = store.memory.clock
     list(handlers.comparisons.run("a", QUESTION, ["linear", "tree"], Settings.read(*VALUES)))
-    assert keeper.memory.clock == clock
+    assert store.memory.clock == clock
 
 
 def test_text_that_is_handed_over_is_read_and_anything_else_refused(tmp_path: Path) -> None:
-    _, keeper = page_with_memory()
+    _, store = page_with_memory()
     (tmp_path / "notes.txt").write_text(QUESTION, encoding="utf-8")
     (tmp_path / "photo.jpg").write_bytes(b"\xff\xd8\x00")
-    assert keeper.read(tmp_path / "notes.txt") == len(QUESTION)
+    assert store.read(tmp_path / "notes.txt") == len(QUESTION)
     with pytest.raises(ValueError, match=r"."):
-        keeper.read(tmp_path / "photo.jpg")
-    assert keeper.memory is not None
-    assert len(keeper.memory) > len(QUESTION)
-    keeper.switch(False)
+        store.read(tmp_path / "photo.jpg")
+    assert store.memory is not None
+    assert len(store.memory) > len(QUESTION)
+    store.switch(False)
     with pytest.raises(ValueError, match="off"):
-        keeper.read(tmp_path / "notes.txt")
+        store.read(tmp_path / "notes.txt")
 
 
 def test_the_line_compares_this_chat_with_the_others() -> None:
-    handlers, keeper = page_with_memory()
+    handlers, store = page_with_memory()
     passes(handlers, "a")
-    assert keeper.line(handlers.tabs.chat("a")) == ""
+    assert store.line(handlers.tabs.chat("a")) == ""
     passes(handlers, "b")
-    line = keeper.line(handlers.tabs.chat("b"))
+    line = store.line(handlers.tabs.chat("b"))
     here, others = map(float, re.findall(r"\d\.\d", line))
     assert here > others
     assert line in handlers._meter(handlers.tabs.chat("b"))
@@ -307,7 +306,7 @@ def test_counts_read_well() -> None:
 
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
-    monkeypatch.setattr(keeper_module, "GLANCE", 0.1)
+    monkeypatch.setattr(memory_module, "GLANCE", 0.1)
     with served(build(Service(engine()), memory=True)) as url, sync_playwright() as playwright:
         browser = launch_browser(playwright)
         page = browser.new_page()

@@ -25,7 +25,7 @@ from specdec.engine import SpeculativeEngine
 from specdec.folders import cache_folder
 from specdec.serving.line import Line
 from specdec.serving.service import Service
-from ui.chat import ChatHandlers
+from ui.handlers import ChatHandlers
 from ui.models import SUGGESTIONS, Models, ModelSection
 from ui.page import build
 from ui.settings import Settings
@@ -50,10 +50,10 @@ LOADING = {"device": "cpu", "dtype": "float32"}
 
 def section() -> tuple[ChatHandlers, ModelSection]:
     handlers = ChatHandlers(Service(SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer())), memory=True)
-    assert handlers.keeper is not None
-    handlers.keeper.open()
+    assert handlers.memory_store is not None
+    handlers.memory_store.open()
     with gr.Blocks():
-        models = Models(handlers.replies, handlers.tabs, handlers.keeper, LOADING)
+        models = Models(handlers.replies, handlers.tabs, handlers.memory_store, LOADING)
         return handlers, ModelSection(models, handlers.replies, gr.HTML(), lambda: handlers.model_facts["name"])
 
 
@@ -83,18 +83,18 @@ def test_a_chat_goes_on_with_the_new_model_and_the_old_one_is_freed(other: Path)
 
 def test_memory_follows_the_model(other: Path) -> None:
     handlers, models = section()
-    keeper = handlers.keeper
-    assert keeper is not None
+    store = handlers.memory_store
+    assert store is not None
     send(handlers, QUESTION)
-    assert keeper.memory is not None
-    path, known = keeper.path, len(keeper.memory)
+    assert store.memory is not None
+    path, known = store.path, len(store.memory)
     list(models.load(str(other), tab()))
-    assert keeper.path != path
-    assert len(keeper.memory) == 0
+    assert store.path != path
+    assert len(store.memory) == 0
     assert path is not None
     assert path.exists(), "what the old model's chats taught is saved"
-    keeper.memory.load(path)
-    assert len(keeper.memory) == known
+    store.memory.load(path)
+    assert len(store.memory) == known
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "not a name!", "{tmp}"])
@@ -139,8 +139,8 @@ def test_each_tab_stops_its_own_loading_and_sees_its_place(other: Path) -> None:
     with busy(handlers):
         first, second = models.load(str(other), tab("a")), models.load(str(other), tab("b"))
         lines = [next(frames)[0] for frames in (first, second) for _ in range(3)]
-        assert "Waiting for 1 other before this one" in str(lines[:3])
-        assert "Waiting for 2 others before this one" in str(lines[3:])
+        assert "Waiting: 1 reply is ahead of this one" in str(lines[:3])
+        assert "Waiting: 2 replies are ahead of this one" in str(lines[3:])
         models.stop(tab("a"))
         assert "Stopped." in last_line(first)
     assert "other-model is ready" in last_line(second)

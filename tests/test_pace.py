@@ -25,13 +25,13 @@ from gradio_client import Client
 from playwright.sync_api import sync_playwright
 from steps import random_steps, token_text
 
+from specdec.devices import leave_a_core
 from specdec.engine import SpeculativeEngine
 from specdec.request import Request
 from specdec.serving.service import Service
 from ui.page import build
 from ui.panel import REPEATS, PanelFeed
-from ui.pump import INTERVAL, Pump
-from ui.turns import leave_a_core
+from ui.stream import INTERVAL, Producer
 
 PROMPT = "Write a long text about the history of the lighthouse."
 TOKENS = 160
@@ -105,10 +105,10 @@ def test_the_page_takes_a_batch_an_interval_however_fast_the_engine_is(monkeypat
         now += seconds
         waited.release()
 
-    monkeypatch.setattr("ui.pump.time", SimpleNamespace(monotonic=lambda: now, sleep=wait))
-    monkeypatch.setattr("ui.pump.PULSE", 60)  # no empty batches on a machine that is busy
+    monkeypatch.setattr("ui.stream.time", SimpleNamespace(monotonic=lambda: now, sleep=wait))
+    monkeypatch.setattr("ui.stream.PULSE", 60)  # no empty batches on a machine that is busy
     moments, taken = [], []
-    for batch in Pump(produce).batches():
+    for batch in Producer(produce).batches():
         moments.append(now)
         taken += batch
         now += 0.01

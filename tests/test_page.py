@@ -24,8 +24,8 @@ from toys import ARCHITECTURES, tiny_engine, tiny_model, tokenizer
 
 from specdec.engine import SpeculativeEngine
 from specdec.serving.service import Service
-from ui.look import look
 from ui.page import build
+from ui.theme import launch_arguments
 
 LIST = "List the months of the year, one a line, each with the number of its days."
 LONG = "Tell a very long story about a lighthouse keeper and the sea."
@@ -76,7 +76,7 @@ def toy() -> Iterator[tuple[SpeculativeEngine, str]]:
     """A page in this process, over a tiny model whose context is soon full, and its address."""
     engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer())
     assert engine.pass_cost, "measured before a test holds the passes"
-    with served(build(Service(engine)), **look()) as address:
+    with served(build(Service(engine)), **launch_arguments()) as address:
         yield engine, address
 
 
@@ -209,7 +209,7 @@ def test_hostile_text_is_text(page: Page) -> None:
         assert part in shown
     assert message.locator("img, b, script").count() == 0
     page.locator("#chats .toggle-button").click()
-    title = page.locator(".shelf .open")
+    title = page.locator(".saved-chats .open")
     expect(title).to_contain_text("<img src=x onerror=window.hacked=1> <b>bold</b> <script>")
     assert title.locator("*").count() == 0
     page.locator("#chats .toggle-button").click()
@@ -259,7 +259,7 @@ def test_two_tabs_take_turns_and_do_not_mix(page: Page, context: BrowserContext,
     say(page, LONG)
     wait_for_text(page, 10)
     say(other, "Name a colour.")
-    expect(other.locator(".bot-row")).to_contain_text("waiting for 1 other before this one")
+    expect(other.locator(".bot-row")).to_contain_text("waiting: 1 reply is ahead of this one")
     stop(page)
     finish(other)
     expect(other.locator(".user-row")).to_have_text("Name a colour.")
@@ -297,11 +297,11 @@ def test_saved_chats_are_listed_renamed_exported_and_deleted(page: Page) -> None
     say(page, "Name a colour.")
     finish(page)
     page.locator("#chats .toggle-button").click()
-    row = page.locator(".shelf .row")
+    row = page.locator(".saved-chats .row")
     expect(row.locator(".open")).to_have_text("Name a colour.")
     row.locator("summary").click()
     row.get_by_role("button", name="Rename").click()
-    page.locator(".shelf .rename").fill("Colours")
+    page.locator(".saved-chats .rename").fill("Colours")
     page.keyboard.press("Enter")
     expect(row.locator(".open")).to_have_text("Colours")
     for kind, mark in (("Markdown", "# Colours"), ("JSON", '"messages"')):
@@ -322,22 +322,22 @@ def test_saved_chats_are_listed_renamed_exported_and_deleted(page: Page) -> None
     row.locator("summary").click()
     row.get_by_role("button", name="Delete").click()
     row.get_by_role("button", name="Delete it").click()
-    expect(page.locator(".shelf .row")).to_have_count(0)
+    expect(page.locator(".saved-chats .row")).to_have_count(0)
     expect(page.locator(".user-row")).to_have_count(0)
 
 
-def test_the_shelf_and_the_theme_need_no_mouse(page: Page) -> None:
+def test_the_saved_chats_and_the_theme_need_no_mouse(page: Page) -> None:
     keyboard = page.keyboard
     say(page, LONG)
     wait_for_text(page)
     tab_to(page, "#chats .toggle-button", "Shift+Tab")
     keyboard.press("Enter")
-    tab_to(page, ".shelf summary")
+    tab_to(page, ".saved-chats summary")
     keyboard.press("Enter")
-    expect(page.locator(".shelf .actions")).to_be_visible()
+    expect(page.locator(".saved-chats .actions")).to_be_visible()
     keyboard.press("Escape")
-    expect(page.locator(".shelf .actions")).to_be_hidden()
-    expect(page.locator(".shelf summary")).to_be_focused()
+    expect(page.locator(".saved-chats .actions")).to_be_hidden()
+    expect(page.locator(".saved-chats summary")).to_be_focused()
     expect(page.locator("#box .stop-button")).to_be_visible()
     for key in ("Enter", "Tab", "Enter"):
         keyboard.press(key)
@@ -347,17 +347,17 @@ def test_the_shelf_and_the_theme_need_no_mouse(page: Page) -> None:
     page.wait_for_function("Object.values(localStorage).some((text) => text.includes('stopped'))")
     keyboard.type(" of the sea")
     keyboard.press("Enter")
-    expect(page.locator(".shelf .open")).to_have_text("My story of the sea")
-    expect(page.locator(".shelf summary")).to_be_focused()
+    expect(page.locator(".saved-chats .open")).to_have_text("My story of the sea")
+    expect(page.locator(".saved-chats summary")).to_be_focused()
     for key in ("Enter", "Tab", "Tab", "Tab", "Tab", "Enter"):
         keyboard.press(key)
     expect(page.get_by_role("button", name="Keep it")).to_be_focused()
     keyboard.press("Enter")
-    expect(page.locator(".shelf .row")).to_have_count(1)
-    expect(page.locator(".shelf summary")).to_be_focused()
+    expect(page.locator(".saved-chats .row")).to_have_count(1)
+    expect(page.locator(".saved-chats summary")).to_be_focused()
     for key in ("Enter", "Tab", "Tab", "Tab", "Tab", "Enter", "Tab", "Enter"):
         keyboard.press(key)
-    expect(page.locator(".shelf .row")).to_have_count(0)
+    expect(page.locator(".saved-chats .row")).to_have_count(0)
     expect(page.locator("#new-chat")).to_be_focused()
     dark = page.evaluate("document.body.classList.contains('dark')")
     tab_to(page, "[data-action=theme]")
@@ -370,7 +370,7 @@ def test_a_menu_opened_again_at_once_offers_everything_again(toy_page: Page) -> 
     say(page, "Hello")
     finish(page)
     page.locator("#chats .toggle-button").click()
-    row = page.locator(".shelf .row")
+    row = page.locator(".saved-chats .row")
     row.locator("summary").click()
     row.get_by_role("button", name="Delete").click()
     row.evaluate("""(row) => {
@@ -393,8 +393,8 @@ def test_chats_that_make_room_and_one_that_finds_none_are_told(toy_page: Page) -
     say(page, "Name a colour.")
     finish(page)
     page.locator("#chats .toggle-button").click()
-    expect(page.locator(".shelf .none")).to_have_text(re.compile("^The oldest chat was deleted to make room"))
-    expect(page.locator(".shelf .row")).to_have_count(100)
+    expect(page.locator(".saved-chats .none")).to_have_text(re.compile("^The oldest chat was deleted to make room"))
+    expect(page.locator(".saved-chats .row")).to_have_count(100)
     page.evaluate("""() => {
         const { setItem } = Storage.prototype;
         Storage.prototype.setItem = function (...entry) {
@@ -404,7 +404,7 @@ def test_chats_that_make_room_and_one_that_finds_none_are_told(toy_page: Page) -
     }""")
     say(page, "Name a fruit.")
     finish(page)
-    expect(page.locator(".shelf .none").last).to_have_text("This chat is not saved: the browser's storage is full.")
+    expect(page.locator(".saved-chats .none").last).to_have_text("This chat is not saved: the browser's storage is full.")
 
 
 def test_saved_chats_outlive_the_server(browser: Browser, toy_page: Page) -> None:
@@ -418,7 +418,7 @@ def test_saved_chats_outlive_the_server(browser: Browser, toy_page: Page) -> Non
         with browser.new_context(storage_state=state) as context:
             page = open_page(context, address)
             page.locator("#chats .toggle-button").click()
-            page.locator(".shelf .open").click()
+            page.locator(".saved-chats .open").click()
             expect(page.locator(".user-row")).to_have_text("Name a colour.")
             expect(page.locator(".bot-row")).to_contain_text("4 tok")
             say(page, "And another?")
@@ -654,7 +654,7 @@ def test_a_translated_page_streams_and_panel_strip_and_code_are_left_alone(toy_p
     finish(page)
     reply = page.locator(".bot-row [data-testid=bot]").first
     expect(reply.locator("font").first).to_be_attached()
-    assert page.locator("#specdec-panel font, .strip font, .shelf font").count() == 0
+    assert page.locator("#specdec-panel font, .strip font, .saved-chats font").count() == 0
     say(page, "Again")
     finish(page)
     expect(page.locator(".bot-row")).to_have_count(2)
@@ -741,16 +741,16 @@ def test_keys_of_an_input_method_do_nothing_else(toy_page: Page, held: threading
         assert page.evaluate(press, ["", key]), "its default action is left to the input method"
     assert page.evaluate("document.querySelector('.specdec-host').panel.playback.position") == position
     page.locator("#chats .toggle-button").click()
-    page.locator(".shelf summary").click()
-    page.locator(".shelf .row").get_by_role("button", name="Rename").click()
-    field = page.locator(".shelf .rename")
+    page.locator(".saved-chats summary").click()
+    page.locator(".saved-chats .row").get_by_role("button", name="Rename").click()
+    field = page.locator(".saved-chats .rename")
     field.fill("かんじ")
     for key in ("Enter", "Escape"):
-        assert page.evaluate(press, [".shelf .rename", key])
+        assert page.evaluate(press, [".saved-chats .rename", key])
     expect(field).to_have_value("かんじ")
     expect(page.locator("#box .stop-button")).to_be_visible()
     field.press("Enter")
-    expect(page.locator(".shelf .open")).to_have_text("かんじ")
+    expect(page.locator(".saved-chats .open")).to_have_text("かんじ")
 
 
 def test_keys_alone_are_enough(page: Page) -> None:
@@ -1133,7 +1133,7 @@ def test_all_of_a_visit_fits_390_pixels(context: BrowserContext, url: str) -> No
         with page.expect_download():
             entry.click()
     page.locator("#chats .toggle-button").click()
-    row = page.locator(".shelf .row .open")
+    row = page.locator(".saved-chats .row .open")
     expect(row).to_be_in_viewport(ratio=1)
     page.get_by_role("button", name="New chat").click()
     expect(page.locator(".user-row")).to_have_count(0)
@@ -1169,7 +1169,7 @@ def test_a_new_chat_during_a_reply_leaves_nothing_live_and_loses_nothing(page: P
     finish(page)
     assert stored_reply(page).startswith(seen)
     page.locator("#chats .toggle-button").click()
-    page.locator(".shelf .open").click()
+    page.locator(".saved-chats .open").click()
     wait_for_text(page, 20)
     expect(page.locator("#box .submit-button")).to_be_visible()
 
@@ -1187,7 +1187,7 @@ def test_an_exported_chat_does_not_tell_its_id(page: Page) -> None:
     say(page, "Name a colour.")
     finish(page)
     page.locator("#chats .toggle-button").click()
-    page.locator(".shelf summary").click()
+    page.locator(".saved-chats summary").click()
     with page.expect_download() as download:
         page.get_by_role("button", name="Export as JSON").click()
     assert "id" not in json.loads(Path(download.value.path()).read_text(encoding="utf-8"))

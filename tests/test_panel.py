@@ -19,9 +19,8 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from steps import chain, random_steps, random_trace, random_tree, token_text
 
 from specdec.draw import to_networkx
-from ui.frontend import ASSETS
-from ui.panel import PanelFeed, complaint, live_panel, replay
-from ui.trace import Recorder, load_trace, to_html
+from ui.panel import ASSETS, PanelFeed, complaint, live_panel, replay, to_html
+from ui.trace import Recorder, load_trace
 
 SECONDS, STEPS_PER_SECOND, NODES = 30, 25, 32
 HOSTILE = [
@@ -665,6 +664,23 @@ def test_explanations_are_in_sight_and_close_on_escape_and_on_a_click_elsewhere(
             expect(box).to_be_in_viewport(ratio=1)
             close()
             expect(box).to_be_hidden()
+
+
+@pytest.mark.parametrize("width", [900, 390])
+def test_a_quiet_line_says_how_many_replies_share_the_pass_and_moves_nothing(page: Page, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 900})
+    trace = random_trace(3, nodes=6)
+    trace["steps"][1]["sequences"] = 3
+    places = "[...document.querySelectorAll('.specdec .card')].map((card) => card.getBoundingClientRect().height)"
+    show(page, trace, 1)
+    line = page.locator(".beat-words")
+    expect(line).to_have_text("3 replies share this pass.")
+    expect(line).to_be_visible()
+    shared = page.evaluate(places)
+    trace["steps"][1]["sequences"] = 1
+    show(page, trace, 1)
+    expect(line).not_to_contain_text("share")
+    assert page.evaluate(places) == shared
 
 
 def test_the_sentence_has_room_for_two_lines_where_it_can_wrap(page: Page) -> None:

@@ -12,7 +12,7 @@ from huggingface_hub import SpaceHardware
 from packaging.requirements import Requirement
 
 from specdec.loading import CUDA_DEFAULT
-from ui.limits import PUBLIC
+from ui.visitors import PUBLIC
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -15,10 +15,9 @@ import httpx
 import pytest
 from strangers import Held, asked, heard, serving
 
-from ui import gate, pump
-from ui.chats import MAX_TABS
-from ui.limits import PUBLIC
-from ui.visitors import Pending
+from ui import middleware, stream
+from ui.state import MAX_TABS
+from ui.visitors import PUBLIC, Pending
 
 PUBLICLY = ("--public", "--trusted-proxies", "1")
 
@@ -77,7 +76,7 @@ ROUTES = [
     ("GET", "/"),
     ("GET", "/config"),
     ("GET", "/theme.css"),
-    ("GET", "/gradio_api/file=ui/assets/shelf.js"),
+    ("GET", "/gradio_api/file=ui/assets/sidebar.js"),
     ("GET", "/gradio_api/queue/data?session_hash=s"),
     ("GET", "/gradio_api/heartbeat/s"),
     ("GET", "/nowhere"),
@@ -118,7 +117,7 @@ def test_another_name_is_served_where_it_is_allowed(engine: Held) -> None:
 
 
 def test_a_client_cannot_name_a_file_to_be_read_or_deleted(engine: Held, tmp_path: Path) -> None:
-    victim = gate.Path(__file__).parent.parent / "ui/assets/shelf.js"
+    victim = middleware.Path(__file__).parent.parent / "ui/assets/sidebar.js"
     outside = tmp_path / "diary.txt"
     outside.write_text("dear diary")
     (tmp_path / "uploads/link.txt").symlink_to(outside)
@@ -160,7 +159,7 @@ def test_nothing_is_uploaded_where_the_page_has_no_field_for_it_or_no_room(
         assert upload(address) == 404
         assert httpx.get(f"{address}/gradio_api/deep_link?session_hash=s").status_code == 404
     assert not any((tmp_path / "uploads").iterdir())
-    monkeypatch.setattr(gate, "MAX_UPLOADS", 50)
+    monkeypatch.setattr(middleware, "MAX_UPLOADS", 50)
     with serving(engine.service) as address:
         assert (upload(address), upload(address)) == (200, 507)
 
@@ -198,7 +197,7 @@ def test_who_waits_takes_nothing_that_another_needs(engine: Held) -> None:
 
 
 def test_a_call_to_which_nobody_listens_never_takes_its_turn(engine: Held, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pump, "UNHEARD", 0.5)
+    monkeypatch.setattr(stream, "UNHEARD", 0.5)
     counts: list[Pending] = []
     monkeypatch.setattr("ui.replies.Pending", lambda most: counts.append(Pending(most)) or counts[-1])
     engine.free.clear()

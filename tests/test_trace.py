@@ -22,10 +22,9 @@ from specdec.step import FinishReason
 from specdec.text import SpecialText
 from specdec.tree import Source
 from ui import trace as traces
-from ui.frontend import EXAMPLE
-from ui.panel import replay
+from ui.panel import EXAMPLE, replay, to_html
 from ui.record import main as record_trace
-from ui.trace import Recorder, TraceError, load_trace, save_trace, to_html
+from ui.trace import Recorder, TraceError, load_trace, save_trace
 
 
 @pytest.fixture
@@ -106,6 +105,12 @@ def test_a_recorded_trace_tells_model_number_format_and_device(tmp_path: Path, m
     assert load_trace(tmp_path / "reply.json")["model"] == facts
 
 
+def test_a_trace_keeps_how_many_replies_shared_a_pass_and_an_older_one_shared_none(trace: dict[str, Any]) -> None:
+    trace["steps"][0]["sequences"] = 3
+    del trace["steps"][1]["sequences"]
+    assert [record["sequences"] for record in load_trace(json.dumps(trace))["steps"][:2]] == [3, 1]
+
+
 BROKEN = [
     ("index", 3, "index"),
     ("tree", None, "tree"),
@@ -133,6 +138,8 @@ BROKEN = [
     ("target.next_rank", -1, "next_rank"),
     ("target.next_rank", None, "go together"),
     ("note", 7, "note"),
+    ("sequences", 0, "sequences"),
+    ("sequences", 1.5, "sequences"),
     ("special", {"2": 7}, "special"),
     ("special", {"<img>": "a"}, "special"),
     ("special", ["a"], "special"),

@@ -23,13 +23,12 @@ from specdec.serving.clients import client_address
 from specdec.serving.line import Line, Place
 from specdec.serving.service import Service
 from ui import visitors
-from ui.chat import ChatHandlers, Frame
-from ui.chats import MAX_TABS, Finished, Message, Tabs
-from ui.limits import PRIVATE, PUBLIC, Limits
+from ui.handlers import ChatHandlers, Frame
 from ui.page import build
-from ui.relay import Relay
 from ui.settings import MAX_TOKENS, Settings
-from ui.visitors import Pending, Shared, TooManyError
+from ui.state import MAX_TABS, Finished, Message, Tabs
+from ui.stream import ReplyStreams
+from ui.visitors import PRIVATE, PUBLIC, Limits, Pending, Shared, TooManyError
 
 VALUES = ("tree", "auto", 0, 1, 0, 40, "")
 LONG = ("tree", "auto", 0, 1, 0, 110, "")
@@ -79,12 +78,12 @@ def wait(frames: Iterator[Frame], handlers: ChatHandlers, name: str, place: str)
 def test_who_waits_sees_the_place_and_who_leaves_frees_theirs(slow: ChatHandlers) -> None:
     first = begin(slow, "a")
     second, third = (slow.send("question", visitor(name), *SHORT) for name in "bc")
-    wait(second, slow, "b", "waiting for 1 other before this one")
-    assert "waiting for 1 other before this one" in next(second)[2], "the panel must say so, too"
-    wait(third, slow, "c", "waiting for 2 others before this one")
+    wait(second, slow, "b", "waiting: 1 reply is ahead of this one")
+    assert "waiting: 1 reply is ahead of this one" in next(second)[2], "the panel must say so, too"
+    wait(third, slow, "c", "waiting: 2 replies are ahead of this one")
     second.close()  # type: ignore[attr-defined]  # what Gradio does when the tab closes
     slow.leave(visitor("b"))
-    wait(third, slow, "c", "waiting for 1 other before this one")
+    wait(third, slow, "c", "waiting: 1 reply is ahead of this one")
     slow.stop(visitor("a"))
     list(first)
     list(third)
@@ -97,7 +96,7 @@ def test_an_audit_waits_visibly_and_frees_its_place_when_its_visitor_leaves(slow
     first = begin(slow, "a")
     audit = slow.audit(visitor("b"))
     notices = slow.tabs.chat("b").messages[1].notices
-    while not (notices and notices[-1] == "audit: waiting for 1 other before this one"):
+    while not (notices and notices[-1] == "audit: waiting: 1 reply is ahead of this one"):
         next(audit)
         notices = slow.tabs.chat("b").messages[1].notices
     audit.close()  # type: ignore[attr-defined]
@@ -114,7 +113,7 @@ def test_a_comparison_waits_visibly_until_its_turn_comes(slow: ChatHandlers) -> 
     first = begin(slow, "a")
     race = slow.comparisons.run("b", "question", ["plain", "tree"], Settings.read(*SHORT))
     told = [json.loads(next(race))["status"] for _ in range(5)]  # some are told while nothing happens
-    assert (told[0], set(told[1:])) == ("The engine is getting ready …", {"Waiting for 1 other before this one …"})
+    assert (told[0], set(told[1:])) == ("The engine is getting ready …", {"Waiting: 1 reply is ahead of this one …"})
     slow.stop(visitor("a"))
     list(first)
     *told, last = [json.loads(payload) for payload in race]
@@ -270,16 +269,16 @@ def test_what_nobody_uses_is_forgotten() -> None:
 
 
 def test_a_reply_that_was_begun_and_never_streamed_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ui.relay.UNSTREAMED", 0.0)
-    handlers, relay = limited(pending=1)[0], Relay()
+    monkeypatch.setattr("ui.stream.UNSTREAMED", 0.0)
+    handlers, streams = limited(pending=1)[0], ReplyStreams()
     for name in "abc":
-        relay.begin(handlers.send)("hi", visitor(name), *SHORT)
+        streams.begin(handlers.send)("hi", visitor(name), *SHORT)
     assert handlers.replies.pending.total == 1
-    monkeypatch.setattr("ui.relay.UNSTREAMED", math.inf)
-    handlers, relay = limited(pending=1)[0], Relay()
-    relay.begin(handlers.send)("hi", visitor("a"), *SHORT)
+    monkeypatch.setattr("ui.stream.UNSTREAMED", math.inf)
+    handlers, streams = limited(pending=1)[0], ReplyStreams()
+    streams.begin(handlers.send)("hi", visitor("a"), *SHORT)
     with pytest.raises(gr.Error, match="already have 1"):
-        relay.begin(handlers.send)("hi", visitor("b"), *SHORT)
+        streams.begin(handlers.send)("hi", visitor("b"), *SHORT)
 
 
 def test_a_visitor_has_so_many_replies_pending_and_is_told_so() -> None:

@@ -98,11 +98,11 @@ def main(folder: str) -> dict[str, Any]:
     import specdec.packing
     import specdec.target
     from specdec.serving.service import Service
-    from ui.chat import ChatHandlers
-    from ui.chats import Message
-    from ui.limits import PUBLIC
+    from ui.handlers import ChatHandlers
     from ui.page import build
     from ui.settings import Settings
+    from ui.state import Message
+    from ui.visitors import PUBLIC
 
     specdec.target.PREFILL_CHUNK = READS
     specdec.packing._is_faster = lambda layer: True

@@ -9,8 +9,7 @@ import gradio as gr
 from specdec.errors import MemoryFullError, NotANumberError
 from specdec.prompt import PromptError
 from specdec.request import RequestError
-from ui.limits import LimitError
-from ui.visitors import TooManyError
+from ui.visitors import LimitError, TooManyError
 
 log = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from html import escape
@@ -20,13 +21,16 @@ from specdec.embedded import EMBEDDED_NAME, Progress
 from specdec.engine import SpeculativeEngine
 from specdec.errors import LoadError
 from specdec.folders import cache_folder
+from specdec.serving.line import Line
+from specdec.serving.service import ClosedError
+from specdec.study import ROUNDS
 from specdec.target import UnsupportedModelError
-from ui.chats import Tabs
 from ui.errors import explain
-from ui.keeper import MemoryKeeper
-from ui.pump import Pump, apart
-from ui.replies import Replies
-from ui.turns import ENDING, Stops, in_line
+from ui.memory import MemoryStore
+from ui.replies import Replies, in_line
+from ui.state import Tabs
+from ui.stop import ENDING, Stops
+from ui.stream import Producer, in_own_thread
 from ui.visitors import is_owner
 
 log = logging.getLogger(__name__)
@@ -62,10 +66,10 @@ def chat_engine(model: str | None, **loading: Any) -> SpeculativeEngine:
 class Models:
     """Exchanges the engine of ``replies``. ``loading``: device, dtype and the like, as in `specdec.loading.load`."""
 
-    def __init__(self, replies: Replies, tabs: Tabs, keeper: MemoryKeeper | None, loading: Mapping[str, Any]) -> None:
+    def __init__(self, replies: Replies, tabs: Tabs, store: MemoryStore | None, loading: Mapping[str, Any]) -> None:
         self._replies = replies
         self._tabs = tabs
-        self._keeper = keeper
+        self._store = store
         self._loading = loading
 
     def names(self) -> list[str]:
@@ -80,15 +84,15 @@ class Models:
         """
         engine = chat_engine(name, progress=progress, **self._loading)
         log.info("a plain pass takes %.1f ms", 1e3 * engine.pass_cost.plain)  # measured now, so that ``progress`` is told
-        if self._keeper is not None:
-            self._keeper.save()
+        if self._store is not None:
+            self._store.save()
         self._tabs.cool()
         self._replies.service.use(engine)
         gc.unfreeze()  # the app froze what it started with
         gc.collect()
         gc.freeze()
-        if self._keeper is not None:
-            self._keeper.open()
+        if self._store is not None:
+            self._store.open()
         self._remember(name)
 
     def _recent(self) -> list[str]:
@@ -131,7 +135,7 @@ class ModelSection:
             stop = gr.Button("Stop", size="sm", visible=False, elem_id="model-stop")
         line = gr.HTML("", elem_id="model-line")
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-        load.click(apart(self.load), name, [line, header, name, load, stop], concurrency_limit=None, **quiet)
+        load.click(in_own_thread(self.load), name, [line, header, name, load, stop], concurrency_limit=None, **quiet)
         stop.click(self.stop, queue=False, **quiet)
 
     def load(self, name: str | None, request: gr.Request) -> Generator[tuple[Any, Any, Any, Any, Any], None, None]:
@@ -180,7 +184,7 @@ class ModelSection:
                 lambda: self._models.change(name, progress), stop.is_set, lambda ahead: tell(in_line(ahead), None)
             )
 
-        return Pump(produce).batches()
+        return Producer(produce).batches()
 
 
 def _reason(error: Exception) -> str:
@@ -197,3 +201,41 @@ def _line(text: str, fraction: float | None = -1.0) -> str:
     if fraction < 0:
         return f"<p>{escape(text)}</p>"
     return f'<p>{escape(text)}: {fraction:.0%}</p><progress value="{fraction:.3f}"></progress>'
+
+
+QUIET = 5.0
+"""Seconds without a reply after which the engine counts as idle."""
+SLOWEST = 0.2
+"""Seconds of a plain pass beyond which a study would take hours; such a model is left alone."""
+
+
+def study_when_idle(replies: Replies) -> None:
+    """Study whatever model ``replies`` has, in the background; a reply interrupts it, the next pause goes on."""
+    threading.Thread(target=_study, args=(replies,), daemon=True, name="study").start()
+
+
+def _study(replies: Replies) -> None:
+    while True:
+        _wait_for_quiet(replies.line)
+        try:
+            replies.service.call(lambda: _go_on(replies))
+        except ClosedError:  # the program is ending
+            return
+        except Exception:
+            log.exception("the study of the model's vocabulary failed; the chat works without it")
+            return
+
+
+def _wait_for_quiet(line: Line) -> None:
+    quiet_since = time.monotonic()
+    while time.monotonic() - quiet_since < QUIET:
+        time.sleep(0.5)
+        if not line.idle:
+            quiet_since = time.monotonic()
+
+
+def _go_on(replies: Replies) -> None:
+    engine, vocabulary = replies.engine, replies.engine.vocabulary
+    complete = vocabulary.adjacent >= engine.target.vocab_size and vocabulary.rounds >= ROUNDS
+    if engine.pass_cost.plain <= SLOWEST and not complete:
+        engine.study(lambda what, share: replies.line.idle and not ENDING.is_set())

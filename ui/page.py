@@ -12,22 +12,19 @@ import gradio as gr
 from gradio.events import api
 
 from specdec.serving.service import Service
-from ui.chat import ChatHandlers
-from ui.gate import Listeners
-from ui.limits import PRIVATE, Limits
-from ui.look import FAVICON, TITLE
+from ui.compare import CompareTab
+from ui.examples import EXAMPLES
+from ui.handlers import ChatHandlers
 from ui.memory import MemorySection
-from ui.models import Models, ModelSection
+from ui.middleware import Listeners
+from ui.models import Models, ModelSection, study_when_idle
 from ui.panel import complaint, live_panel
 from ui.panel import open_trace as opened
-from ui.prompts import EXAMPLES
-from ui.pump import apart
-from ui.race import CompareTab
-from ui.relay import Relay
 from ui.settings import MAX_TOKENS, Settings
-from ui.shelf import shelf
-from ui.study import study_when_idle
-from ui.visitors import Pending, TooManyError, is_owner
+from ui.sidebar import saved_chats
+from ui.stream import ReplyStreams, in_own_thread
+from ui.theme import FAVICON, TITLE
+from ui.visitors import PRIVATE, Limits, Pending, TooManyError, is_owner
 
 _LATEX: list[dict[str, str | bool]] = [
     {"left": "$$", "right": "$$", "display": True},
@@ -78,8 +75,8 @@ def build(
         handlers.replies.line.widen(parallel)
     else:
         service.later(lambda: handlers.replies.line.widen(handlers.replies.decoder.parallel()))
-    if handlers.keeper is not None:
-        handlers.keeper.start()
+    if handlers.memory_store is not None:
+        handlers.memory_store.start()
     if study:
         study_when_idle(handlers.replies)
     owned = owner is not None or not shared
@@ -87,32 +84,32 @@ def build(
     with gr.Blocks(title=TITLE, analytics_enabled=False, fill_width=True, delete_cache=(600, 3600)) as demo:
         with gr.Sidebar(open=False, width=290, elem_id="chats"):
             new = gr.Button("New chat", elem_id="new-chat", size="sm")
-            saved = shelf()
+            saved = saved_chats()
         header = gr.HTML(_header(handlers.model_facts), elem_id="top")
         with gr.Tabs(elem_id="tabs"):
             with gr.Tab("Chat"), gr.Row(elem_id="columns"):
                 with gr.Column(elem_id="chat-column", min_width=0):
                     parts = _chat_column(handlers, header, loading if owned else None, owner, owned)
                 with gr.Column(elem_id="panel-column", min_width=0):
-                    panel = live_panel(opening=_opening(handlers.replies.pending), slim="#slim .specdec")
+                    panel = live_panel(opener=_trace_opener(handlers.replies.pending), slim="#slim .specdec")
             with gr.Tab("Compare"):
                 CompareTab(handlers.comparisons, listening)
-        relay = Relay()
-        settled = _wire(handlers, relay, parts, panel, saved, new, listening)
+        streams = ReplyStreams()
+        settled = _wire(handlers, streams, parts, panel, saved, new, listening)
         demo.unload(handlers.leave)
-        demo.unload(relay.leave)
+        demo.unload(streams.leave)
         if parts.sections and owner is not None:
             demo.load(lambda: [gr.update(visible=is_owner(owner))] * len(parts.sections), outputs=parts.sections, **_QUICK)
         if loading is not None:  # another tab may have changed the model
             own = parts.settings[-1]
             for happened in (demo.load, *(event.then for event in settled)):
                 happened(lambda: (_header(handlers.model_facts), gr.update(**_own(handlers))), outputs=[header, own], **_QUICK)
-        api(apart(handlers.api, listening), api_name="chat", concurrency_limit=None)
+        api(in_own_thread(handlers.api, listening), api_name="chat", concurrency_limit=None)
     _queue(demo)
     return demo  # type: ignore[no-any-return]
 
 
-def _opening(pending: Pending) -> Callable[[str], str]:
+def _trace_opener(pending: Pending) -> Callable[[str], str]:
     """Opens traces one at a time, each as work of the visitor who asks."""
     lock = threading.Lock()
 
@@ -187,13 +184,13 @@ def _chat_column(
         with gr.Tab("Reply"):
             settings = _setting_fields(handlers)
         sections = []
-        if handlers.keeper is not None and owned:
+        if handlers.memory_store is not None and owned:
             with gr.Tab("Memory", visible=owner is None) as tab:
-                MemorySection(handlers.keeper, handlers.replies, tab, owner)
+                MemorySection(handlers.memory_store, handlers.replies, tab, owner)
             sections.append(tab)
         if loading is not None:
             with gr.Tab("Model", visible=owner is None) as tab:
-                models = Models(handlers.replies, handlers.tabs, handlers.keeper, loading)
+                models = Models(handlers.replies, handlers.tabs, handlers.memory_store, loading)
                 ModelSection(models, handlers.replies, header, lambda: _header(handlers.model_facts), owner)
             sections.append(tab)
     return _ChatParts(chatbot, examples, box, meter, audit, settings, sections)
@@ -250,7 +247,7 @@ def _setting_fields(handlers: ChatHandlers) -> list[Any]:
 
 def _wire(
     handlers: ChatHandlers,
-    relay: Relay,
+    streams: ReplyStreams,
     parts: _ChatParts,
     panel: gr.HTML,
     saved: gr.HTML,
@@ -263,19 +260,21 @@ def _wire(
     # The handlers queue for the engine themselves (`specdec.serving.line`), so that a waiting page can say so.
     slow: dict[str, Any] = {**_QUICK, "queue": True, "concurrency_limit": None}
     beginnings = [
-        box.submit(relay.begin(handlers.send), [box, *fields], frame, **_QUICK),
-        *(button.click(relay.begin(handlers.send), [prompt, *fields], frame, **_QUICK) for button, prompt in parts.examples),
-        chatbot.retry(relay.begin(handlers.retry), fields, frame, **_QUICK),
-        chatbot.edit(relay.begin(handlers.edit), fields, frame, **_QUICK),
+        box.submit(streams.begin(handlers.send), [box, *fields], frame, **_QUICK),
+        *(button.click(streams.begin(handlers.send), [prompt, *fields], frame, **_QUICK) for button, prompt in parts.examples),
+        chatbot.retry(streams.begin(handlers.retry), fields, frame, **_QUICK),
+        chatbot.edit(streams.begin(handlers.edit), fields, frame, **_QUICK),
     ]
     settled = []
     for begun in beginnings:
-        streamed = begun.success(apart(relay.stream, listening), None, [chatbot, panel], trigger_mode="multiple", **slow)
+        streamed = begun.success(
+            in_own_thread(streams.stream, listening), None, [chatbot, panel], trigger_mode="multiple", **slow
+        )
         settled.append(streamed.then(handlers.settle, None, frame, trigger_mode="multiple", **_QUICK))
     chatbot.undo(handlers.undo, outputs=frame, **_QUICK)
     box.stop(handlers.stop, **_QUICK)
     panel.select(handlers.whole, outputs=panel, **_QUICK)
-    parts.audit.click(apart(handlers.audit, listening), outputs=frame, **slow)
+    parts.audit.click(in_own_thread(handlers.audit, listening), outputs=frame, **slow)
     gr.on([chatbot.clear, new.click], handlers.clear, outputs=frame, **_QUICK)
     saved.select(handlers.open, outputs=frame, **_QUICK)
     saved.delete(handlers.delete, outputs=frame, **_QUICK)

@@ -15,7 +15,7 @@ Create it once, then yield strings to it::
         yield feed.error("one line for the reader")
 
 ``model`` and ``settings`` are flat dicts for display, ``prompt`` the chat messages. ``feed.note(text)`` shows a line above
-the tree until the next step ("waiting for ..."); a Step's own ``note`` is told in the sentence about it.
+the tree until the next step ("waiting: 1 reply is ahead ..."); a Step's own ``note`` is told in the sentence about it.
 ``feed.recorder.trace()`` is the reply as a trace, ``feed.recorder.stats`` its figures. Besides a feed's strings the panel
 takes `replay(trace, label)`, `complaint(line)` and "" (back to the recorded example).
 
@@ -24,7 +24,7 @@ sequence number and travels in several consecutive payloads, and the last payloa
 reply it does not; a page that lacks some of its steps asks for them by the component's ``select`` event, to be answered with
 ``feed.end(reason, whole=True)``.
 
-For other pages: `frontend.head()` loads the scripts; ``new specdec.TreeView(host)`` draws a record of a trace into any
+For other pages: `head()` loads the scripts; ``new specdec.TreeView(host)`` draws a record of a trace into any
 element inside one of class "specdec" (``.show(record, beat)``); ``new specdec.Panel(host)`` is the whole panel
 (``.receive(payload)``).
 """
@@ -35,14 +35,29 @@ import json
 import secrets
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from html import escape
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import gradio as gr
+import plotly
 
 from specdec.step import Step
-from ui import frontend
 from ui.trace import Json, Recorder, TokenText, TraceError, load_trace
 
+ASSETS = Path(__file__).parent / "assets"
+PLOTLY = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
+STYLE = ASSETS / "panel.css"
+PAGE = ASSETS / "page.html"
+EXAMPLE = ASSETS / "demo-trace.json"
+_NOUNS = (
+    *("theme", "words", "history", "feed", "layout", "zoom", "details", "tree"),
+    *("playback", "scrubber", "strip", "charts", "export", "controls", "slim", "panel"),
+)
+SCRIPTS = tuple(ASSETS / f"{noun}.js" for noun in _NOUNS)
+"""In loading order: plain scripts, each adding its noun to the page's `specdec` object."""
 REPEATS = 2
 """In how many consecutive payloads a message travels."""
 MAX_WHOLE = 1_000_000
@@ -59,24 +74,52 @@ panel.receive(props.value);
 """
 
 
-def live_panel(elem_id: str = "specdec-panel", opening: Callable[[str], str] | None = None, slim: str | None = None) -> gr.HTML:
+def live_panel(elem_id: str = "specdec-panel", opener: Callable[[str], str] | None = None, slim: str | None = None) -> gr.HTML:
     """The panel as a component; its value is a payload string.
 
-    ``opening`` stands in for `open_trace`, under the same name. ``slim`` selects an element of class "specdec" elsewhere on the
+    ``opener`` stands in for `open_trace`, under the same name. ``slim`` selects an element of class "specdec" elsewhere on the
     page that shows the newest step in one line.
     """
-    frontend.serve_assets()
+    serve_assets()
     return gr.HTML(
         value="",
         html_template=_TEMPLATE,
         js_on_load=_ON_LOAD,
-        head=frontend.head(),
+        head=head(),
         apply_default_css=False,
         elem_id=elem_id,
-        server_functions=[opening or open_trace],
-        assets=frontend.addresses(),
+        server_functions=[opener or open_trace],
+        assets=addresses(),
         slim=slim,
     )
+
+
+@cache
+def serve_assets() -> None:
+    """Let Gradio serve the files above, and nothing else."""
+    gr.set_static_paths([*SCRIPTS, STYLE, PAGE, EXAMPLE, PLOTLY])
+
+
+def address(file: Path) -> str:
+    """The address of a served file; it changes with the file, so that no browser keeps an old one."""
+    return f"gradio_api/file={quote(file.resolve().as_posix())}?v={file.stat().st_mtime_ns:x}"
+
+
+def addresses() -> dict[str, object]:
+    """What the panel fetches by itself: for its exports, its charts, and the recorded example."""
+    return {
+        "style": address(STYLE),
+        "scripts": [address(PLOTLY), *map(address, SCRIPTS)],
+        "page": address(PAGE),
+        "plotly": address(PLOTLY),
+        "example": address(EXAMPLE) if EXAMPLE.exists() else None,
+    }
+
+
+def head() -> str:
+    """Stylesheet and scripts as a component's ``head``; Gradio loads each once, in order, before ``js_on_load``."""
+    link = f'<link rel="stylesheet" href="{escape(address(STYLE))}">'
+    return link + "".join(f'<script src="{escape(address(script))}"></script>' for script in SCRIPTS)
 
 
 class PanelFeed:
@@ -96,8 +139,10 @@ class PanelFeed:
         """Whether the end brings the steps along only when asked."""
         return self._size > MAX_WHOLE
 
-    def start(self) -> str:
-        """The run begins: model, settings and prompt."""
+    def start(self, model: Mapping[str, Any] | None = None) -> str:
+        """The run begins: model, settings and prompt; ``model``: if it is another than at first."""
+        if model is not None:
+            self.recorder.header["model"] = dict(model)
         return self._payload({"kind": "start", **self.recorder.header})
 
     def steps(self, steps: Sequence[Step]) -> str:
@@ -149,6 +194,21 @@ def open_trace(text: str) -> str:
         return replay(load_trace(str(text)))
     except TraceError as error:
         return complaint(f"This file cannot be opened: {error}")
+
+
+def to_html(trace: Json) -> str:
+    """A page that replays the trace: opens from disk, needs no network."""
+    scripts = (path.read_text(encoding="utf-8") for path in (PLOTLY, *SCRIPTS))
+    parts = {
+        "style": STYLE.read_text(encoding="utf-8"),
+        "scripts": "\n".join(scripts).replace("</script", "<\\/script"),
+        "trace": json.dumps(trace).replace("<", "\\u003c"),
+    }
+    page = PAGE.read_text(encoding="utf-8")
+    for name, text in parts.items():
+        before, after = page.split(f"<!--{name}-->")
+        page = before + text + after
+    return page
 
 
 def _compact(value: Json) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from specdec.devices import dtype_name
 from specdec.engine import SpeculativeEngine
-from ui import frontend
+from ui import panel
 from ui.trace import Recorder, save_trace
 
 PROMPT = """Turn this recipe into a numbered list of steps:
@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--budget", type=int, default=24)
-    parser.add_argument("--out", type=Path, default=frontend.EXAMPLE)
+    parser.add_argument("--out", type=Path, default=panel.EXAMPLE)
     options = parser.parse_args()
 
     engine = SpeculativeEngine(options.model)

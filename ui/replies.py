@@ -15,15 +15,14 @@ from specdec.serving.line import GaveUp
 from specdec.serving.service import Service
 from specdec.stats import Stats
 from specdec.step import Step
-from ui.chats import Chat, Finished, Writing
 from ui.decoder import Decoder
+from ui.environment import ON_ZEROGPU
 from ui.errors import explain
-from ui.limits import PRIVATE, Clock, LimitError, Limits
-from ui.pump import INTERVAL, Pump
 from ui.settings import Settings
-from ui.space import ON_ZEROGPU
-from ui.turns import ENDING, in_line
-from ui.visitors import Pending, visitor
+from ui.state import Chat, Finished, Writing
+from ui.stop import ENDING, Clock
+from ui.stream import INTERVAL, Producer
+from ui.visitors import PRIVATE, LimitError, Limits, Pending, visitor
 from ui.zerogpu import LentDecoder
 
 T = TypeVar("T")
@@ -44,6 +43,11 @@ class Waiting:
     """Others come first; ``ahead`` of them."""
 
     ahead: int
+
+
+def in_line(ahead: int) -> str:
+    """What to tell somebody who waits for a turn: ``ahead`` others come first, with a reply, a comparison, a model to load."""
+    return f"waiting: {'1 reply is' if ahead == 1 else f'{ahead} replies are'} ahead of this one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +212,7 @@ class Replies:
                 for step in self.decoder.steps(chat.conversation, prompt, settings, clock.ends, details, self._owner()):
                     put(step)
 
-        return Pump(produce).batches(INTERVAL if details else _UNWATCHED)
+        return Producer(produce).batches(INTERVAL if details else _UNWATCHED)
 
 
 def _latest(messages: Sequence[Mapping[str, str]], characters: int) -> tuple[Sequence[Mapping[str, str]], int]:

@@ -27,7 +27,8 @@ A *record* is one step, that is one target pass, over a tree of N nodes (the roo
     "text":           string         # the characters that became complete with them
     "timings":        floats         # seconds of "prefill" (0 but in the first step), "draft", "verify", "accept", "commit"
     "context_length": int            # tokens before the root
-    "plain_seconds":  float          # seconds of a plain single-token pass at this moment
+    "plain_seconds":  float          # seconds of a plain single-token pass at this moment; of a plain pass of the same replies,
+                                     # one token each, where several share the pass
     "finish_reason":  string         # of the last step: "eos", "stop_string", "stopping_criteria", "length", "context" or
                                      # "cancelled"; else null
     "target":                        # what the target thought of the nodes; or null
@@ -36,6 +37,7 @@ A *record* is one step, that is one target pass, over a tree of N nodes (the roo
       "next_prob":    float          # the same of next_token; or null, as both were not recorded at first
       "next_rank":    int
     "note":           string         # why nothing was drafted; or null
+    "sequences":      int            # how many replies were verified in this pass, this one included; 1 if it is missing
     "texts":          [N] strings    # the text of each node's token
     "token_texts":    [E] strings    # of each emitted token
     "next_text":      string         # of next_token
@@ -68,7 +70,6 @@ from specdec.stats import Stats
 from specdec.step import FinishReason, Step, TargetView, Timings
 from specdec.text import SpecialText
 from specdec.tree import Source, TokenTree
-from ui import frontend
 
 FORMAT, VERSION = "specdec-trace", 1
 MAX_BYTES = 32 * 2**20
@@ -167,21 +168,6 @@ def load_trace(source: Path | str) -> Json:
     }
 
 
-def to_html(trace: Json) -> str:
-    """A page that replays the trace: opens from disk, needs no network."""
-    scripts = (path.read_text(encoding="utf-8") for path in (frontend.PLOTLY, *frontend.SCRIPTS))
-    parts = {
-        "style": frontend.STYLE.read_text(encoding="utf-8"),
-        "scripts": "\n".join(scripts).replace("</script", "<\\/script"),
-        "trace": json.dumps(trace).replace("<", "\\u003c"),
-    }
-    page = frontend.PAGE.read_text(encoding="utf-8")
-    for name, text in parts.items():
-        before, after = page.split(f"<!--{name}-->")
-        page = before + text + after
-    return page
-
-
 def _read(path: Path) -> str:
     try:
         _check(path.stat().st_size <= MAX_BYTES, f"larger than {MAX_BYTES >> 20} MiB")
@@ -223,9 +209,10 @@ def _step(raw: Json) -> Step:
     token_ids = tuple(_list(raw, "token_ids", int))
     full = (*(int(tree.token_ids[node]) for node in verdict.path[1:]), verdict.next_token)
     _check(bool(token_ids) and token_ids == full[: len(token_ids)], '"token_ids" must follow the verdict')
-    finish, note = raw.get("finish_reason"), raw.get("note")
+    finish, note, sequences = raw.get("finish_reason"), raw.get("note"), raw.get("sequences", 1)
     _check(finish is None or finish in get_args(FinishReason), '"finish_reason" is unknown')
     _check(note is None or isinstance(note, str), '"note" must be a string or null')
+    _check(_is_a(sequences, int) and sequences > 0, '"sequences" must be 1 or more')
     timings = _field(raw, "timings", dict)
     return Step(
         index=_field(raw, "index", int),
@@ -239,6 +226,7 @@ def _step(raw: Json) -> Step:
         finish_reason=finish,
         target=_target(raw.get("target"), len(tree)),
         note=note,
+        sequences=sequences,
     )
 
 

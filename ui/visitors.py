@@ -1,17 +1,21 @@
-"""Visitors: who stands behind a request, and what each of them may hold of what all share."""
+"""Visitors: who stands behind a request, what each may hold of what all share, and what each may ask of an open page."""
 
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from ipaddress import ip_address, ip_network
 from typing import Generic, TypeVar
 
 from gradio.context import LocalContext
+
+from ui.settings import MAX_TOKENS, Settings
 
 V = TypeVar("V")
 
@@ -126,3 +130,61 @@ class Shared(Generic[V]):
         (greediest, _), *_ = Counter(who for _, who, _ in self._held.values()).most_common(1)
         theirs = [key for key, (_, who, _) in self._held.items() if who == greediest and key != new]
         return next((key for key in theirs if not self._needed(self._held[key][0])), (theirs or list(self._held))[0])
+
+
+_CHARACTERS = 20  # per token; a longer message is refused before its tokens are counted
+
+
+class LimitError(ValueError):
+    """A limit of this page refuses a request; the message is one line for the visitor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The most that one visitor may ask for.
+
+    Of a reply: ``prompt_tokens`` read, ``reply_tokens`` written, ``seconds`` once its turn has come. ``pending``: replies,
+    audits and comparisons begun at once. ``chat_characters``: of one chat with all its messages. ``body_bytes``: of one
+    request. ``kept_seconds``: how long a chat that nobody uses is remembered.
+    """
+
+    prompt_tokens: int
+    reply_tokens: int
+    seconds: float
+    pending: int = sys.maxsize
+    chat_characters: int = sys.maxsize
+    body_bytes: int = sys.maxsize
+    kept_seconds: float = math.inf
+
+    def settings(self, asked: Settings) -> Settings:
+        """``asked`` within the limits."""
+        return replace(asked, max_tokens=min(asked.max_tokens, self.reply_tokens))
+
+    def characters(self, context: int) -> int:
+        """How many characters can fit a prompt at all, for a model that reads ``context`` tokens."""
+        return _CHARACTERS * min(self.prompt_tokens, context)
+
+    def check(self, texts: Iterable[str], context: int) -> None:
+        """Refuse texts of which one is far too long, before anything is done with them. Raises LimitError."""
+        if any(len(text) > self.characters(context) for text in texts):
+            raise LimitError(self.too_long(context))
+
+    def too_long(self, context: int) -> str:
+        """What to tell somebody whose message is too long."""
+        if context < self.prompt_tokens:
+            return f"this model reads at most {context:,} tokens at once: shorten the message"
+        return f"this page reads at most {self.prompt_tokens:,} tokens at once: shorten the message"
+
+
+PRIVATE = Limits(prompt_tokens=sys.maxsize, reply_tokens=MAX_TOKENS, seconds=math.inf)
+"""One's own machine."""
+PUBLIC = Limits(
+    prompt_tokens=4096,
+    reply_tokens=1024,
+    seconds=60,
+    pending=4,
+    chat_characters=200_000,
+    body_bytes=4 << 20,
+    kept_seconds=24 * 3600,
+)
+"""A Space, or a page that is open to the network."""

@@ -26,11 +26,11 @@ from specdec.serving.line import GaveUp
 from specdec.serving.service import Service
 from specdec.step import Step
 from ui.decoder import Decoder
+from ui.environment import GPU
 from ui.errors import explain
-from ui.limits import PUBLIC
-from ui.pump import Pump
 from ui.settings import Settings
-from ui.space import GPU
+from ui.stream import Producer
+from ui.visitors import PUBLIC
 
 _ARRIVAL = 6.0  # seconds: weights come to the GPU, a tree is checked, the pass cost is measured
 _READING = 1 / 2000  # seconds per token of the prompt, generously
@@ -143,7 +143,7 @@ def _yielding(produce: Callable[[Put, Callable[[], bool]], None]) -> Iterator[An
     Once closed, ``cancelled()`` is true, and nothing of it runs any more.
     """
     stop = threading.Event()
-    pump: Pump[Any] = Pump(lambda put: produce(put, stop.is_set))
+    pump: Producer[Any] = Producer(lambda put: produce(put, stop.is_set))
     try:
         for batch in pump.batches():
             yield from batch or [None]

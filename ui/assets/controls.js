@@ -64,9 +64,11 @@
       );
     }
 
-    show(beat) {
+    /** `told`: what to say of the step while no beat is told. */
+    show(beat, told) {
       this.buttons.forEach((button, i) => button.setAttribute("aria-pressed", String(specdec.BEATS[i] === beat)));
-      if (this.words.textContent !== BEAT_WORDS[beat]) this.words.textContent = BEAT_WORDS[beat];
+      const text = (beat === "settled" && told) || BEAT_WORDS[beat];
+      if (this.words.textContent !== text) this.words.textContent = text;
     }
   }
 

@@ -15,7 +15,7 @@
   for (const type of ["keydown", "keypress", "keyup"]) addEventListener(type, leaveToInputMethod, true);
 
   // What is copied is the text itself: without the word joiners that keep it inert, and without our lines below it.
-  // A message that was typed has character references in it (see ui/inert.py).
+  // A message that was typed has character references in it (see ui/markdown.py).
   const disarmed = (text) => text.replace(/(^|<|!|(?:```|~~~)[ \t]*)\u2060/g, "$1").replace(/\s*\u2063[^\u2063]*\u2063/g, "");
   const itself = (text) => disarmed(text).replace(/&#0(\d{4});/g, (reference, code) => String.fromCharCode(code));
 

@@ -364,7 +364,7 @@
       const record = history.records[position];
       this.#drawState();
       this.#drawSlim();
-      this.beats.show(record ? beat : "settled");
+      this.beats.show(record ? beat : "settled", record ? words.sharing(record) : "");
       controls.setIcon(
         this.playButton,
         playback.playing || playback.live ? "pause" : "play",

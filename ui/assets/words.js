@@ -106,6 +106,9 @@
       .map(([text]) => text)
       .join("");
 
+  /** How many replies were verified in the same pass; nothing where the reply was alone. */
+  const sharing = ({ sequences = 1 }) => (sequences > 1 ? `${counted(sequences, "reply", "replies")} share this pass.` : "");
+
   /** A number for people: 1.87, 58.3, 1,204; a dash where there is none. */
   function number(value, digits = 2) {
     if (value === null || value === undefined || !Number.isFinite(value)) return "–";
@@ -161,6 +164,7 @@
     counted,
     equation,
     equationText,
+    sharing,
     asked,
     number,
     percent,

@@ -1,4 +1,4 @@
-"""The gate: what a request passes before it reaches Gradio's routes, and who listens to the event streams behind it."""
+"""Middleware: what a request passes before it reaches Gradio's routes, and who listens to the event streams behind it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specdec.serving.asgi import App, Receive, Scope, Send
 from specdec.serving.bodies import Bodies
 from specdec.serving.clients import Clients
 from specdec.serving.hosts import AllowedHosts, Hosts
-from ui.limits import Limits
+from ui.visitors import Limits
 
 API = "/gradio_api"
 _UPLOADS = (f"{API}/upload",)
@@ -63,7 +63,7 @@ def _stream(scope: Scope) -> str | None:
     return path.rsplit("/", 1)[1] if scope["method"] == "GET" and path.startswith(f"{API}/call/") else None
 
 
-def gate(
+def middleware(
     listeners: Listeners,
     limits: Limits,
     *,
@@ -72,7 +72,7 @@ def gate(
     uploads: bool,
     hint: Callable[[], None],
 ) -> Callable[[Any], AbstractAsyncContextManager[None]]:
-    """A lifespan that puts the gate before everything in the app that ``launch`` builds, whatever is mounted there later.
+    """A lifespan that puts the middleware before everything in the app that ``launch`` builds, whatever is mounted there later.
 
     ``hosts`` None: the platform decides who may ask. ``uploads``: whether the page has fields for files. ``hint`` is called
     once if requests come through a proxy that is not trusted.

@@ -21,7 +21,7 @@ _ACTIVE = re.compile(rf"<(?=[A-Za-z/!?|{_JOINER}])|!(?=[\[{_JOINER}])|(?:```|~~~
 _DISARMED = re.compile(rf"(<|!|(?:```|~~~)[ \t]*){_JOINER}")
 
 
-def inert(text: str) -> str:
+def safe_markdown(text: str) -> str:
     """``text`` as Markdown in which no HTML, no image and no diagram is active."""
     return _ACTIVE.sub(rf"\g<0>{_JOINER}", text)
 
@@ -32,7 +32,7 @@ def as_typed(text: str) -> str:
 
 
 def original(text: str) -> str:
-    """What `inert` or `as_typed` was given."""
+    """What `safe_markdown` or `as_typed` was given."""
     if not _MEANINGFUL.search(_REFERENCE.sub("", text)):
         return _REFERENCE.sub(lambda match: chr(int(match[1])), text)
     return _DISARMED.sub(r"\1", text)

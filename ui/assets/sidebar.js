@@ -1,4 +1,4 @@
-// Shelf: the saved chats of this browser. One storage entry a chat; a tab remembers which one it shows.
+// SavedChats: the saved chats of this browser. One storage entry a chat; a tab remembers which one it shows.
 (() => {
   "use strict";
   const specdec = (window.specdec ??= {});
@@ -7,9 +7,9 @@
   const MOST = 100;
   const EMPTY = "Your chats are saved in this browser. The app also keeps the latest ones until you close it.";
 
-  class Shelf {
+  class SavedChats {
     constructor(host, trigger) {
-      this.list = host.querySelector(".shelf");
+      this.list = host.querySelector(".saved-chats");
       this.trigger = trigger;
       addEventListener("storage", () => this.draw());
       addEventListener("pagehide", keepUnfinished);
@@ -37,13 +37,13 @@
       const current = sessionStorage.getItem(CURRENT);
       const rows = all().map((record) => this.row(record, record.id === current));
       const lines = [...room(), rows.length ? "" : EMPTY].filter(Boolean);
-      const refocus = this.focusKeeper();
+      const refocus = this.rememberFocus();
       this.list.replaceChildren(...rows, ...lines.map((textContent) => make("p", { className: "none", textContent })));
       refocus(rows);
     }
 
     /** How to give the focus back to its row once that is drawn anew; where it is gone, to its neighbour. */
-    focusKeeper() {
+    rememberFocus() {
       const { activeElement } = document;
       const row = this.list.contains(activeElement) ? activeElement.closest(".row") : null;
       if (!row) return () => {};
@@ -248,5 +248,5 @@
     setTimeout(() => URL.revokeObjectURL(url), 1000);
   }
 
-  specdec.Shelf = Shelf;
+  specdec.SavedChats = SavedChats;
 })();

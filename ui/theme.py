@@ -8,26 +8,26 @@ from gradio.themes import Base
 from gradio.themes.utils import colors, sizes
 from gradio.themes.utils.fonts import LocalFont
 
-from ui import frontend
+from ui import panel
 
 TITLE = "Token Tree Chat"
-FAVICON = frontend.ASSETS / "favicon.svg"
+FAVICON = panel.ASSETS / "favicon.svg"
 _POLICY = (
     "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; connect-src *; "  # Gradio is inline and evaluates
     "frame-src 'none'; object-src 'none'; form-action 'self'"
 )
-"""A second defence behind `ui.inert`: even an active tag in a reply could load nothing from another site."""
+"""A second defence behind `ui.markdown`: even an active tag in a reply could load nothing from another site."""
 _INK, _PAPER = "#1a1e24", "#ffffff"  # as in the panel's palette
 _ACCENT, _ACCENT_DARK = "#0b7a5c", "#57d4ac"
 _INK_DARK, _PAPER_DARK = "#e9ebee", "#191c21"
 
 
-def look() -> dict[str, Any]:
+def launch_arguments() -> dict[str, Any]:
     """Arguments of ``launch``."""
-    script = (frontend.ASSETS / "page.js").read_text(encoding="utf-8")
+    script = (panel.ASSETS / "page.js").read_text(encoding="utf-8")
     return {
         "theme": _theme(),
-        "css_paths": [frontend.ASSETS / "page.css"],
+        "css_paths": [panel.ASSETS / "page.css"],
         "head": f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta http-equiv="x-dns-prefetch-control" content="off">'  # nor is a name in a link looked up before a click
         f"<script>{script}</script>",

@@ -19,46 +19,38 @@ import gradio as gr
 from specdec.devices import dtype_name
 from specdec.engine import SpeculativeEngine
 from specdec.serving.service import Service
-from ui.audits import GOOD, PREFIX, check
-from ui.chats import MAX_MESSAGES, MAX_TEXT, Chat, Message, Tabs, Writing, read_messages
+from ui.audit import GOOD, PREFIX, check
 from ui.compare import Comparisons
 from ui.errors import explain
-from ui.inert import as_typed, inert, original
-from ui.keeper import MemoryKeeper
-from ui.limits import PRIVATE, LimitError, Limits
+from ui.markdown import as_typed, original, safe_markdown
+from ui.memory import MemoryStore
 from ui.panel import PanelFeed
-from ui.pump import STILL
 from ui.replies import Replies
 from ui.settings import Settings, own_settings
-from ui.visitors import TooManyError
+from ui.state import MAX_MESSAGES, MAX_TEXT, Chat, Message, Tabs, Writing, read_messages
+from ui.stream import NOTHING, SKIP, STILL, Frame
+from ui.visitors import PRIVATE, LimitError, Limits, TooManyError
 
-SKIP = gr.skip()
-"""Leaves a component as it is."""
 _LONGEST_NAME = 64  # of a session or a chat; clients choose them
 _GLANCE = 0.1  # seconds between two looks at whether a client's message before has been answered
 _SEPARATOR = "\N{INVISIBLE SEPARATOR}"
-_inert_once = lru_cache(maxsize=512)(inert)  # every frame shows every message, and only the last one changes
+_safe_markdown_once = lru_cache(maxsize=512)(safe_markdown)  # every frame shows every message, and only the last one changes
 _REASONING = re.compile(r"\s*[<\[](think|thinking|thought|reasoning|THINK)[>\]](.*?)(?:[<\[]/\1[>\]]\n*(.*))?", re.DOTALL)
-
-Frame = tuple[Any, Any, Any, Any, Any]
-"""Values of the components (chatbot, box, panel, meter, shelf)."""
-NOTHING: Frame = (SKIP, SKIP, SKIP, SKIP, SKIP)
-"""A frame that changes nothing."""
 
 
 class ChatHandlers:
     """Event handlers over one service; each takes the page's setting fields last, in the order of `Settings.read`.
 
-    With ``memory`` the engine remembers across chats, once `keeper` is started.
+    With ``memory`` the engine remembers across chats, once `store` is started.
     """
 
     def __init__(self, service: Service, limits: Limits = PRIVATE, memory: bool = False) -> None:
         self.tabs = Tabs(limits.kept_seconds)
         self.replies = Replies(service, limits)
         self.comparisons = Comparisons(self.replies)
-        self.keeper = MemoryKeeper(self.replies, self.tabs) if memory else None
-        if self.keeper is not None:
-            self.replies.listen(self.keeper.note)
+        self.memory_store = MemoryStore(self.replies, self.tabs) if memory else None
+        if self.memory_store is not None:
+            self.replies.listen(self.memory_store.note)
 
     @property
     def engine(self) -> SpeculativeEngine:
@@ -138,7 +130,7 @@ class ChatHandlers:
                         return
                     yield self._frame(chat)
             kept = reply.notices
-            yield self._frame(chat, shelf=_shelf(chat))
+            yield self._frame(chat, saved=_saved(chat))
         finally:
             reply.notices = kept
 
@@ -155,7 +147,7 @@ class ChatHandlers:
         return answer or SKIP
 
     def clear(self, request: gr.Request) -> Frame:
-        """Begin a new chat; the old one stays on the shelf."""
+        """Begin a new chat; the old one stays among the saved ones."""
         left = self._chat(request)
         return self._whole(self.tabs.new(_tab(request)), left)
 
@@ -175,7 +167,7 @@ class ChatHandlers:
         return self._whole(self.tabs.open(_tab(request), chat_id, messages), left)
 
     def delete(self, data: gr.EventData, request: gr.Request) -> Frame:
-        """Forget a chat that was taken from the shelf; where the tab shows it a new one begins."""
+        """Forget a saved chat that the user deleted; where the tab shows it a new one begins."""
         shown = self._chat(request)
         chat = self.tabs.delete(_tab(request), str(data.id))
         return NOTHING if chat is shown else self._whole(chat)
@@ -254,13 +246,12 @@ class ChatHandlers:
         try:
             with closing(self.replies.write(chat, writing, settings, details=True)) as batches:
                 next(batches)
-                yield self._frame(chat, box=box or _box(busy=True), panel=feed.start(), shelf=_shelf(chat))
+                yield self._frame(chat, box=box or _box(busy=True), panel=feed.start(), saved=_saved(chat))
                 for steps in batches:
                     if not self._shows(tab, chat, writing):
                         continue
                     if steps and not feed.recorder.records:  # another model may have come while this reply waited
-                        feed.recorder.header["model"] = self.model_facts
-                        feed.start()
+                        feed.start(self.model_facts)
                     yield self._frame(chat, panel=feed.steps(steps) if steps else feed.note(writing.place))
         finally:
             end = partial(feed.error, reply.notices[-1]) if reply.state == "failed" else partial(feed.end, writing.reason)
@@ -281,10 +272,10 @@ class ChatHandlers:
     def _whole(self, chat: Chat, left: Chat | None = None, **box: Any) -> Frame:
         """All of a chat as it stands; ``left``: the one that the tab showed before."""
         panel = "" if chat.writing is None else chat.writing.unheard or SKIP
-        return self._frame(chat, _box(chat.busy, **box), panel, self._meter(chat), _shelf(chat, left))
+        return self._frame(chat, _box(chat.busy, **box), panel, self._meter(chat), _saved(chat, left))
 
-    def _frame(self, chat: Chat, box: Any = SKIP, panel: Any = SKIP, meter: Any = SKIP, shelf: Any = SKIP) -> Frame:
-        return [row for message in chat.messages for row in show(message)], box, panel, meter, shelf
+    def _frame(self, chat: Chat, box: Any = SKIP, panel: Any = SKIP, meter: Any = SKIP, saved: Any = SKIP) -> Frame:
+        return [row for message in chat.messages for row in show(message)], box, panel, meter, saved
 
     def _meter(self, chat: Chat) -> str:
         if chat.finished is None:
@@ -294,7 +285,11 @@ class ChatHandlers:
         return (
             f'<div role="meter" aria-label="context used" aria-valuemin="0" aria-valuemax="{limit}" aria-valuenow="{used}">'
             f'<span class="track"><span style="width:{share:.1f}%"></span></span>context {used:,} of {limit:,}</div>'
-            + (f'<div class="worth">{line}</div>' if self.keeper is not None and (line := self.keeper.line(chat)) else "")
+            + (
+                f'<div class="worth">{line}</div>'
+                if self.memory_store is not None and (line := self.memory_store.line(chat))
+                else ""
+            )
         )
 
 
@@ -308,16 +303,16 @@ def show(message: Message) -> list[dict[str, Any]]:
     if message.role == "assistant" and (reasoning := _REASONING.fullmatch(text)):
         _, thought, answer = reasoning.groups()
         fold = {"title": "Reasoning", "status": "pending" if answer is None else "done"}
-        rows.append({"role": "assistant", "content": inert(thought.strip()), "metadata": fold})
+        rows.append({"role": "assistant", "content": safe_markdown(thought.strip()), "metadata": fold})
         text = answer or ""
     lines: list[str] = []
     for number, notice in enumerate(message.notices, start=1):
-        line, _, details = inert(notice).replace("*", "").partition("\n")
+        line, _, details = safe_markdown(notice).replace("*", "").partition("\n")
         failed = message.state == "failed" and number == len(message.notices)
         mark = "**" if failed else "***" if line.startswith(GOOD) else "*"
         lines += [f"{mark}{line}{mark}", *details.splitlines()]
-    lines += [inert(message.footer)] if message.footer else []
-    disarm = as_typed if message.role == "user" else inert if message.state == "writing" else _inert_once
+    lines += [safe_markdown(message.footer)] if message.footer else []
+    disarm = as_typed if message.role == "user" else safe_markdown if message.state == "writing" else _safe_markdown_once
     parts = [disarm(text) or ("…" if message.state == "writing" else "No reply.")]
     if lines:
         parts.append(_SEPARATOR + "  \n".join(lines) + " " + _SEPARATOR)  # right behind a full stop it would undo emphasis
@@ -347,8 +342,8 @@ def _tab(request: gr.Request) -> str:
     return request.session_hash or secrets.token_hex(16)  # who has no session shares nothing with anybody
 
 
-def _shelf(chat: Chat, left: Chat | None = None) -> str:
-    """What the shelf is told; a chat that was ``left`` comes along if a reply was written in it: it may have been cut off."""
+def _saved(chat: Chat, left: Chat | None = None) -> str:
+    """What the list of saved chats is told; a chat that was ``left`` comes along if a reply in it may have been cut off."""
     cut = left.to_json() if left is not None and left.writing is not None else None
     return json.dumps({"current": chat.id, "chat": chat.to_json() if chat.messages else None, "left": cut})
 

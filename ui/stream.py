@@ -1,4 +1,4 @@
-"""The pump between the engine's thread and the page.
+"""From the engine's thread to the page: what a producer puts, in batches, and the frames of a reply over two Gradio events.
 
 The engine puts what it makes into a queue and never waits; the page takes all that is there, a limited number of times a
 second. So the page cannot pace the engine, however slow the browser is. What waits is bounded by the length of one reply.
@@ -11,12 +11,25 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from contextvars import copy_context
 from functools import partial, wraps
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
+import gradio as gr
+
+from ui.state import MAX_TABS
+from ui.visitors import Shared
+
 T = TypeVar("T")
+
+SKIP = gr.skip()
+"""Leaves a component as it is."""
+Frame = tuple[Any, Any, Any, Any, Any]
+"""Values of the components (chatbot, box, panel, meter, saved)."""
+NOTHING: Frame = (SKIP, SKIP, SKIP, SKIP, SKIP)
+"""A frame that changes nothing."""
 
 INTERVAL = 0.08
 """Seconds between two batches: at most a dozen page updates a second, each with all steps since the last."""
@@ -31,7 +44,7 @@ UNHEARD = 10.0
 _END: Any = object()
 
 
-def apart(
+def in_own_thread(
     handler: Callable[..., Generator[T, None, None]], listening: Callable[[], bool] = lambda: True
 ) -> Callable[..., AsyncIterator[T]]:
     """``handler`` as one that takes none of the few threads that all of Gradio's handlers share, however long it waits.
@@ -60,7 +73,7 @@ def apart(
     return run
 
 
-class Pump(Generic[T]):
+class Producer(Generic[T]):
     """Runs ``produce(put)`` in a thread of its own and the caller's context, and hands out what it puts, in batches.
 
     An exception in ``produce`` is raised again from `batches`, after everything put before it.
@@ -69,7 +82,7 @@ class Pump(Generic[T]):
     def __init__(self, produce: Callable[[Callable[[T], None]], None]) -> None:
         self._items: SimpleQueue[Any] = SimpleQueue()
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=copy_context().run, args=(self._run, produce), daemon=True, name="pump")
+        self._thread = threading.Thread(target=copy_context().run, args=(self._run, produce), daemon=True, name="producer")
         self._thread.start()
 
     def batches(self, interval: float = INTERVAL) -> Iterator[list[T]]:
@@ -107,3 +120,63 @@ class Pump(Generic[T]):
         except Empty:
             return batch, False
         return batch, True
+
+
+Answer = Callable[..., Generator[Frame, None, None]]
+"""A handler whose first frame says that a reply begins; closing it ends the reply."""
+UNSTREAMED = 30.0
+"""Seconds after which a reply that was begun and never streamed is given up."""
+
+
+class ReplyStreams:
+    """The frames of a reply over two Gradio events, ``begin(handler)``, then `stream`, which sends only what changes.
+
+    At every yield Gradio builds anew each component that an event names and leaves as it is. For the message box, the meter and
+    the saved chats that would be a fifth of what a streamed step costs the server, and so the engine. A third event,
+    `ChatHandlers.settle`, tells how they stand afterwards.
+    """
+
+    def __init__(self) -> None:
+        self._frames: Shared[Generator[Frame, None, None]] = Shared(
+            MAX_TABS, UNSTREAMED, leave=lambda _, frames: frames.close()
+        )
+        self._lock = threading.Lock()
+
+    def begin(self, answer: Answer) -> Callable[..., Frame]:
+        """A handler that gives the first frame of ``answer`` and leaves the others to `stream`."""
+
+        @wraps(answer)
+        def first(*arguments: Any) -> Frame:
+            with self._lock:
+                self._frames.expire()
+            frames = answer(*arguments)
+            frame = next(frames, None)
+            if frame is not None:
+                tab = next(one.session_hash for one in arguments if isinstance(one, gr.Request))
+                self._take(tab).close()
+                with self._lock:
+                    self._frames.put(tab or "", frames)
+            return frame or NOTHING
+
+        return first
+
+    def stream(self, request: gr.Request) -> Generator[tuple[Any, Any], None, None]:
+        """The values of (chatbot, panel), frame by frame."""
+        with closing(self._take(request.session_hash)) as frames:
+            for rows, _, panel, *_ in frames:
+                yield rows, panel
+            yield NOTHING[:2]  # Gradio repeats the last values at the end, when the tab may show another chat
+
+    def leave(self, request: gr.Request) -> None:
+        """The tab was closed or reloaded."""
+        self._take(request.session_hash).close()
+
+    def _take(self, tab: str | None) -> Generator[Frame, None, None]:
+        """The reply that was begun in the tab and is not streamed yet; no frames if there is none."""
+        with self._lock:
+            return self._frames.pop(tab or "") or _none()
+
+
+def _none() -> Generator[Frame, None, None]:
+    """No frames: nothing was asked."""
+    yield from ()

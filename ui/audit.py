@@ -11,12 +11,12 @@ import torch
 from specdec.audit import Audit
 from specdec.devices import dtype_name
 from specdec.serving.line import GaveUp
-from ui.chats import Chat, Finished
 from ui.errors import explain
-from ui.limits import Clock, LimitError
-from ui.pump import Pump
-from ui.replies import Replies
-from ui.turns import in_line
+from ui.replies import Replies, in_line
+from ui.state import Chat, Finished
+from ui.stop import Clock
+from ui.stream import Producer
+from ui.visitors import LimitError
 
 PREFIX = "audit"
 GOOD = PREFIX + " ✓"
@@ -50,7 +50,7 @@ def check(replies: Replies, chat: Chat) -> Generator[str, None, None]:
 
     line = f"{PREFIX}: the target reads the reply again …"
     try:
-        for events in Pump(produce).batches():
+        for events in Producer(produce).batches():
             for event in events:
                 line = _line(event, finished, replies.engine.model.dtype)
             yield line

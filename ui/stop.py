@@ -1,32 +1,14 @@
-"""Turns: what is told of them, and how what was begun ends."""
+"""Stop signals: how what was begun ends, by its user, with the program, or when its time is over."""
 
 from __future__ import annotations
 
-import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
-from specdec.devices import usable_cores
-
 ENDING = threading.Event()
 """Set once the program ends: whatever is under way then ends at its next step."""
-
-
-def leave_a_core() -> None:
-    """Keep one core for the page and the browser, unless ``OMP_NUM_THREADS`` says otherwise; call it in the device's thread.
-
-    The target's threads wait for the slowest of them, so on two busy cores one thread is faster than two.
-    """
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(usable_cores() - 1, 1))
-
-
-def in_line(ahead: int) -> str:
-    """What to tell somebody who waits for a turn: ``ahead`` others come first, with a reply, a comparison, a model to load."""
-    return f"waiting for {ahead} {'other' if ahead == 1 else 'others'} before this one"
 
 
 class Stops:
@@ -51,3 +33,21 @@ class Stops:
         """End the tab's work, if there is any."""
         if signal := self._signals.pop(tab, None):
             signal.set()
+
+
+class Clock:
+    """Ends a reply: once ``stop`` is set or the program ends, or ``seconds`` after it was first asked; waiting is free."""
+
+    def __init__(self, stop: threading.Event, seconds: float) -> None:
+        self.late = False
+        self._stop, self._seconds = stop, seconds
+        self._end: float | None = None
+
+    def ends(self) -> bool:
+        """Whether the reply is to end; ``late`` then tells whether it is time that ends it."""
+        now = time.monotonic()
+        if self._end is None:
+            self._end = now + self._seconds
+        stopped = self._stop.is_set() or ENDING.is_set()
+        self.late = self.late or (now >= self._end and not stopped)
+        return self.late or stopped

@@ -1198,3 +1198,44 @@ def stored_reply(page: Page) -> str:
     stored = "Object.keys(localStorage).filter((key) => key.startsWith('token-tree-chat:')).map((key) => localStorage[key])"
     (record,) = page.evaluate(stored)
     return str(json.loads(record)["messages"][-1]["text"])
+
+
+def test_two_visitors_chat_at_once_and_each_sees_their_own_tree(browser: Browser) -> None:
+    engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer())
+    assert engine.pass_cost, "measured before a test holds the passes"
+    engine.model.generation_config.suppress_tokens = [0, 1, 2, 3]  # so that no reply ends before the other begins
+    run, shared, both_seen = engine.target.run, itertools.count(1), threading.Event()
+
+    def held(spans: Any) -> Any:
+        """A lone reply is slow, so that another can join it; a pass that two share waits until both pages were looked at."""
+        if len(spans) == 1:
+            both_seen.wait(0.05)
+        elif next(shared) > 4:
+            assert both_seen.wait(60)
+        return run(spans)
+
+    engine.target.run = held  # type: ignore[method-assign]
+    texts = ["the cat sat on the mat", "one, two, one, two"]
+    with (
+        served(build(Service(engine), parallel=2), **launch_arguments()) as address,
+        browser.new_context() as one,
+        browser.new_context() as other,
+    ):
+        pages = [open_page(context, address) for context in (one, other)]
+        for page, text in zip(pages, texts, strict=True):
+            say(page, text)
+        trees = []
+        for page in pages:
+            expect(page.locator("#specdec-panel")).to_contain_text("2 replies share this pass.", timeout=30_000)
+            expect(page.locator("#specdec-panel svg.tree").first).to_be_visible()
+            trees.append(page.locator("#specdec-panel svg.tree").first.inner_html())
+        assert trees[0] != trees[1]
+        both_seen.set()
+        for page, text in zip(pages, texts, strict=True):
+            finish(page)
+            alone = SpeculativeEngine(engine.model, tokenizer()).generate(
+                [{"role": "user", "content": text}], do_sample=False, max_new_tokens=512
+            )
+            said = page.locator(".bot-row").last.locator("[data-testid=bot]").first.inner_text()
+            letters = re.compile(r"[a-zA-Z]+")
+            assert letters.findall(said)[:8] == letters.findall(alone)[:8]

@@ -272,10 +272,12 @@ class TargetModel:
         known = WIDTHS if self._static is None else BUCKETS
         passes = {width: (1, width) for width in known if context + width <= self.context_limit}
         passes[0] = (COMPANY, _COMPANY_WIDTH)
-        caches = [self.new_cache() for _ in range(COMPANY)]
+        caches = [self.new_cache()] * COMPANY  # in one scratch: what the passes say means nothing
         self.prefill(caches[0], [token % self.vocab_size for token in range(context)])
-        for cache in caches[1:]:
-            cache.copy(caches[0], context)
+        if self._static is not None:  # where each text has a slot of its own
+            caches = [caches[0], *(self.new_cache() for _ in caches[1:])]
+            for cache in caches[1:]:
+                cache.copy(caches[0], context)
         seconds = dict.fromkeys(passes, math.inf)
         for repeat in range(repeats + 1):
             for turn, (width, (texts, nodes)) in enumerate(passes.items()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -103,6 +104,17 @@ def tiny_engine(architecture: str = "llama", path: str = "exact") -> Speculative
     if path == "replayed":
         replay_passes(engine.target)
     return engine
+
+
+def unhurried(engine: SpeculativeEngine) -> None:
+    """Let every pass take the same time, whatever its width, so that drafting pays on any machine."""
+    run = engine.target.run
+
+    def at_leisure(spans: Any) -> Any:
+        time.sleep(0.005)
+        return run(spans)
+
+    engine.target.run = at_leisure  # type: ignore[method-assign]
 
 
 def replay_passes(target: TargetModel) -> StaticPass:

@@ -26,7 +26,7 @@ import psutil
 
 QUESTION, SECOND = "the cat sat on the mat", "and then the dog"
 VALUES = ("tree", "auto", 0, 1, 0, 60, "")
-LONG = "one two three four five six seven eight nine ten " * 2
+LONG = "one two three four five six seven eight nine ten " * 3
 READS = 8
 """Tokens per chunk of the prompt."""
 TOKEN = f"a.{base64.urlsafe_b64encode(b'{}').decode()}.c"
@@ -96,6 +96,7 @@ def main(folder: str) -> dict[str, Any]:
 
     import app  # first of all that is ours, as on the Space
     import specdec.packing
+    import specdec.scheduler
     import specdec.target
     from specdec.serving.service import Service
     from ui.handlers import ChatHandlers
@@ -104,7 +105,7 @@ def main(folder: str) -> dict[str, Any]:
     from ui.state import Message
     from ui.visitors import PUBLIC
 
-    specdec.target.PREFILL_CHUNK = READS
+    specdec.target.PREFILL_CHUNK = specdec.scheduler.PREFILL_CHUNK = READS
     specdec.packing._is_faster = lambda layer: True
     engine = app._engine(app.parser().parse_args(["--model", folder, "--dtype", "float32"]))
     passes, delay, doomed = multiprocessing.Value("i", 0), multiprocessing.Value("d", 0.0), multiprocessing.Value("b", 0)

@@ -27,8 +27,6 @@ class PassCost:
         curve = np.array([seconds[int(width)] for width in self._widths])
         self._curve = np.maximum.accumulate(curve)  # a wider pass is never cheaper; what says so is noise
         self._each = max(each, 0.0)
-        self._handling = 0.0
-        self._handled = 0
         self._factor = 1.0
         self._observed = 0
         self._worth: dict[int, NDArray[np.float64]] = {}
@@ -53,11 +51,6 @@ class PassCost:
         self._observed += 1
         self._factor *= float(ratio) ** max(1 / (self._observed + 1), _MEMORY)
 
-    def handle(self, nodes: int, seconds: float) -> None:
-        """Learn from one round what drafting ``nodes`` and learning from them takes besides the pass."""
-        self._handled += 1
-        self._handling += (seconds / nodes - self._handling) * max(1 / self._handled, _MEMORY)
-
     def share(
         self, scores: Sequence[NDArray[np.float32]], width: int = 0, expected: float = 0.0, sequences: int = 1
     ) -> list[int]:
@@ -65,8 +58,7 @@ class PassCost:
 
         The pass verifies ``width`` nodes besides, which are expected to emit ``expected`` tokens. Every tree keeps its root,
         whose score, 1, stands for the target's own token; beyond that the nodes of all trees compete. A pass over the best w
-        nodes is expected to emit E(w) tokens, the sum of their scores; the width with the best E(w) / cost(w) wins, what the
-        nodes cost besides the pass included.
+        nodes is expected to emit E(w) tokens, the sum of their scores; the width with the best E(w) / cost(w) wins.
         """
         if not scores:
             return []
@@ -74,8 +66,7 @@ class PassCost:
         nodes = np.concatenate([np.minimum.accumulate(tree[1:].astype(np.float64)) for tree in scores])
         order = np.argsort(-nodes, kind="stable")  # of a tree's equals the first: each keeps a part from the root on
         gains = np.concatenate([[expected + len(scores)], nodes[order]]).cumsum()
-        widths = width + len(scores) + np.arange(len(gains))
-        costs = self.seconds(widths, sequences) + self._handling * widths
+        costs = self.seconds(width + len(scores) + np.arange(len(gains)), sequences)
         taken = order[: int(np.argmax(gains / costs))]
         counts: list[int] = (1 + np.bincount(owners[taken], minlength=len(scores))).tolist()
         return counts

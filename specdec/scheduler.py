@@ -302,9 +302,6 @@ class Scheduler:
         if not drafts:
             return
         guests = sum(len(turn.tree) for turn in turns if turn.reads)
-        handled = sum(len(turn.tree) for turn in drafts if turn.sequence.request.decoding != "plain")
-        if handled and not guests:
-            self.cost.handle(handled, clock.seconds["draft"] + clock.seconds["commit"])
         plain_seconds = float(self.cost.seconds(len(drafts) + guests, len(turns)))
         for turn in drafts:
             sequence, request = turn.sequence, turn.sequence.request

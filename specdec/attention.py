@@ -45,9 +45,12 @@ class Pack:
     sizes: list[int]
     masks: list[Tensor | None]
     views: Sequence[tuple[Tensor, Tensor]] = ()
+    attended: int = 0
+    """Layers that have attended so."""
 
     def attend(self, module: torch.nn.Module, query: Tensor, scaling: float | None, kwargs: dict[str, Any]) -> Tensor:
         """The nodes' ``query`` [1, H, sum of sizes, D], each over its own text; returns [1, sum of sizes, H, D]."""
+        self.attended += 1
         parts = zip(query.split_with_sizes(self.sizes, dim=2), self.views, self.masks, strict=True)
         return torch.cat([_alone(module, q, key, value, mask, scaling, kwargs) for q, (key, value), mask in parts], dim=1)
 

@@ -241,6 +241,11 @@ class TargetModel:
                 stack.enter_context(packed(pack))
                 no_mask = torch.zeros(1, 1, 1, 1, dtype=self.model.dtype, device=self.device)  # else one would be made
                 logits = self._forward(token_ids, cache, positions, no_mask, self._rows(sizes, wanted))
+                if pack.attended != len(self._shapes):  # else texts would see one another
+                    raise RuntimeError(
+                        f"only {pack.attended} of {len(self._shapes)} layers kept the texts of a pass apart "
+                        f"(attention: {self.model.config._attn_implementation})"
+                    )
         rows = logits[0] if any(wanted) else logits[0, :0]
         return list(rows.float().split_with_sizes(wanted))
 

@@ -442,13 +442,13 @@ def test_a_system_prompt_is_read_and_a_full_context_and_a_failure_are_told(
 ) -> None:
     page, (engine, _) = toy_page, toy
     read: list[str] = []
-    stream = engine.stream
+    request = engine.request
 
-    def watched(prompt: Any, **arguments: Any) -> Any:
+    def watched(prompt: Any, *others: Any, **arguments: Any) -> Any:
         read.append(engine.tokenizer.decode(prompt.token_ids))
-        return stream(prompt, **arguments)
+        return request(prompt, *others, **arguments)
 
-    monkeypatch.setattr(engine, "stream", watched)
+    monkeypatch.setattr(engine, "request", watched)
     limit(page, 30)
     page.locator("#settings button").first.click()
     page.get_by_label("System prompt").fill("Be brief.")
@@ -1224,12 +1224,13 @@ def test_two_visitors_chat_at_once_and_each_sees_their_own_tree(browser: Browser
         pages = [open_page(context, address) for context in (one, other)]
         for page, text in zip(pages, texts, strict=True):
             say(page, text)
-        trees = []
+        drawn = []
         for page in pages:
-            expect(page.locator("#specdec-panel")).to_contain_text("2 replies share this pass.", timeout=30_000)
-            expect(page.locator("#specdec-panel svg.tree").first).to_be_visible()
-            trees.append(page.locator("#specdec-panel svg.tree").first.inner_html())
-        assert trees[0] != trees[1]
+            panel = page.locator("#specdec-panel")
+            expect(panel).to_contain_text("2 replies share this pass.", timeout=30_000)
+            expect(panel.locator("svg.tree").first).to_be_visible()
+            drawn.append(panel.inner_text())
+        assert drawn[0] != drawn[1]
         both_seen.set()
         for page, text in zip(pages, texts, strict=True):
             finish(page)

@@ -87,13 +87,12 @@ def save_arrays(path: str | os.PathLike[str], arrays: Arrays, compress: bool = T
 
 def load_arrays(path: str | os.PathLike[str]) -> Arrays:
     """What `save_arrays` wrote; ValueError where the file holds something else."""
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files}
-    except OSError:
-        raise
-    except Exception as error:  # which one depends on what is damaged: the archive, a header, a compressed or a plain array
-        raise ValueError(f"{path} is damaged or not one of our files ({type(error).__name__}: {error})") from error
+    with open(path, "rb") as file:
+        try:
+            with np.load(file, allow_pickle=False) as archive:
+                return {name: archive[name] for name in archive.files}
+        except Exception as error:  # which one depends on what is damaged: the archive, a header, an array, a place to seek
+            raise ValueError(f"{path} is damaged or not one of our files ({type(error).__name__}: {error})") from error
 
 
 def set_aside(path: Path) -> Path:

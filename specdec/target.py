@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, StaticCache, get_layer_types_and_kwargs
 
-from specdec.attention import Pack, folded, packed
+from specdec.attention import FOLDED, Pack, folded, packed
 from specdec.cache import STRIDE, LayerShape, PackedCache, TreeCache
 from specdec.cost import WIDTHS, PassCost
 from specdec.devices import free_bytes, give_back_memory, gpu_is_lent
@@ -101,6 +101,7 @@ class TargetModel:
             static = _is_static(self.device, self._shapes)
         self.draws_at_once: bool = static or cuda
         """Whether the device works while the host goes on, so that a step should wait for it once."""
+        self._packs = True
         self._weights, self._edition = states(model), 0
         self._static: StaticPass | None = None
         if static:
@@ -116,13 +117,17 @@ class TargetModel:
             raise UnsupportedModelError(
                 f"{self.name} cannot verify a token tree: its attention takes no 4-D mask ({first_line(error)}). {_REMEDY}"
             ) from error
-        self.packs: bool = model.config._attn_implementation == "sdpa" and self._packs_exactly()
-        """Whether several texts share one forward; else each has its own."""
+        self._packs = self.packs and self._packs_exactly()
 
     @property
     def device(self) -> torch.device:
         """Where token ids go in."""
         return torch.device(self.model.device)
+
+    @property
+    def packs(self) -> bool:
+        """Whether several texts share one forward; else each has its own. Not once the model is made to attend otherwise."""
+        return self._packs and self.model.config._attn_implementation in ("sdpa", FOLDED)
 
     def new_cache(self) -> TreeCache:
         """An empty cache of this model's shape."""

@@ -374,3 +374,12 @@ def submit_and_finish(engine: SpeculativeEngine, prompt: Any, **arguments: Any) 
     sequence = submit(engine, prompt, max_new_tokens=3, **arguments)
     finish(engine, [sequence])
     return sequence
+
+
+def test_law_7_holds_where_the_model_is_made_to_attend_otherwise_later_on() -> None:
+    engine = SpeculativeEngine(tiny_model(ARCHITECTURES["llama"]), tokenizer())
+    assert engine.target.packs
+    engine.model.set_attn_implementation("eager")
+    assert not engine.target.packs
+    expected = [alone(engine, prompt, max_new_tokens=20) for prompt in PROMPTS[:2]]
+    assert finish(engine, [submit(engine, prompt, max_new_tokens=20) for prompt in PROMPTS[:2]]) == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -89,7 +90,7 @@ ARCHITECTURES: dict[str, PreTrainedConfig] = {
 def tiny_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     """A random float32 model of the given shape; dropout off."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32)  # which the model keeps, and may change
     return model.eval()
 
 

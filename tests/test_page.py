@@ -707,6 +707,7 @@ def test_what_a_user_types_is_shown_as_typed_and_edited_as_typed(toy_page: Page)
     page.get_by_role("button", name="Submit").click()
     expect(page.locator("#chatbot textarea")).to_have_count(0)
     finish(page)
+    expect(message).to_contain_text("nor this")  # it is drawn anew
     assert message.inner_text() == TYPED
 
 

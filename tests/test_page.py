@@ -659,7 +659,10 @@ def test_a_translated_page_streams_and_panel_strip_and_code_are_left_alone(toy_p
     finish(page)
     expect(page.locator(".bot-row")).to_have_count(2)
     expect(page.locator(".bot-row").last).to_contain_text("tok/s")
+    page.evaluate("window.before = document.querySelector('.specdec-host').panel.history")
     page.get_by_role("button", name="Retry").last.click()
+    page.wait_for_function("document.querySelector('.specdec-host').panel.history !== window.before")  # it is written anew
+    finish(page)
     expect(page.locator(".bot-row").last).to_contain_text("tok/s")
     open_reply(page, "some `code`\n\n```python\nmore = 1\n```")
     page.evaluate(TRANSLATE)

@@ -729,15 +729,16 @@ def test_a_deep_tree_is_whole_in_sight_and_goes_on_below(page: Page, width: int)
     page.set_viewport_size({"width": width, "height": 900})
     for agreement in (0, 1):
         show(page, random_trace(3, nodes=24, agreement=agreement, draft=chain), 1)
-        boxes = page.evaluate("""() => {
-            const room = document.querySelector(".tree").getBoundingClientRect();
+        boxes, more = page.evaluate("""() => new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(() => {
+            const room = document.querySelector(".tree").getBoundingClientRect();  // by now as the window's new size has it
             const boxes = [...document.querySelectorAll(".tree .node")].map((node) => node.getBoundingClientRect());
             const inside = (box) => box.left >= room.left && box.right <= room.right && box.bottom <= room.bottom;
-            return boxes.map((box) => [inside(box), Math.round(box.left), Math.round(box.top)]);
-        }""")
+            const places = boxes.map((box) => [inside(box), Math.round(box.left), Math.round(box.top)]);
+            const more = document.querySelector(".tree .more");  // of a rejected branch, where the page is narrow
+            resolve([places, more ? Number(more.textContent.match(/\\d+/)[0]) : 0]);
+        })))""")
         assert all(inside for inside, *_ in boxes)
-        more = page.locator(".tree .more").all_text_contents()  # of a rejected branch, where the page is narrow
-        assert len({(left, top) for _, left, top in boxes}) == 26 - (int(re.findall(r"\d+", more[0])[0]) if more else 0)
+        assert len({(left, top) for _, left, top in boxes}) == 26 - more
         assert not (more and agreement)
     page.focus('.tree [data-node="0"]')
     for _ in range(24):

@@ -738,7 +738,8 @@ def tensor_bytes(device: str) -> int:
     gc.collect()
     if device == "cuda":
         return torch.cuda.memory_allocated()
-    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor) and value.device.type == "cpu"]
+    known = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor) and value.device.type == "cpu"]
+    tensors = [tensor for tensor in known if tensor.layout == torch.strided]  # oneDNN's own show no storage
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 

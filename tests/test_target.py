@@ -18,7 +18,7 @@ from specdec.tree import TokenTree
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 UNSUPPORTED: dict[str, PreTrainedConfig] = {
     "sliding attention": MistralConfig(**SMALL, intermediate_size=32, num_key_value_heads=2, sliding_window=8),
-    "recurrent state": MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2),
+    "recurrent state|linear attention": MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2),
     "takes no 4-D mask": FalconConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True, new_decoder_architecture=False
     ),

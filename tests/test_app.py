@@ -116,7 +116,8 @@ def test_it_never_shares_and_keeps_no_run_history() -> None:
 
 
 STARTED = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started deaf to it
 sys.path[:0] = [{root!r}, {tests!r}]
 import app
 from toys import ARCHITECTURES, tiny_model, tokenizer

@@ -30,7 +30,8 @@ def test_a_packed_layer_gives_the_same_product(rows: int, bias: bool, dtype: tor
         with torch.inference_mode():
             own = layer(seen)
             with packed.in_force():
-                assert ("forward" in vars(layer)) == packing._fits(layer.weight)  # bfloat16 only where this processor multiplies it
+                # bfloat16 only where this processor multiplies it
+                assert ("forward" in vars(layer)) == packing._fits(layer.weight)
                 torch.testing.assert_close(layer(seen), own)
 
 
